@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -102,64 +102,42 @@ def read_digests(path: Path) -> TensorDigests:
 
 
 class SafetensorsWriter:
-    """Writes a safetensors file whose tensors are known beforehand, in their order.
+    """Writes the tensors of a safetensors file, known beforehand, in their order (see `safetensors_writer`)."""
 
-        with SafetensorsWriter(path, [("weight", spec), ("bias", spec)]) as file:
+    def __init__(self, file: BinaryIO, tensors: Sequence[tuple[str, TensorSpec]]) -> None:
+        self.left = deque(tensors)
+        self.digests: dict[str, str] = {}
+        self.file = file
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor; any device, any strides."""
+        name, spec = self.left.popleft()
+        assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, not {spec.shape}"
+        assert tensor.dtype == getattr(torch, spec.dtype), f"{name} is {tensor.dtype}, not {spec.dtype}"
+        data = bytes_of(tensor)
+        self.file.write(data)
+        self.digests[name] = hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def safetensors_writer(path: str | Path, tensors: Sequence[tuple[str, TensorSpec]]) -> Iterator[SafetensorsWriter]:
+    """Inside, a safetensors file is written, tensor by tensor.
+
+        with safetensors_writer(path, [("weight", spec), ("bias", spec)]) as file:
             file.write(weight)
             file.write(bias)
 
     The file appears under its name, complete, when the block ends; after an error it does not appear.
     """
-
-    def __init__(self, path: str | Path, tensors: Sequence[tuple[str, TensorSpec]]) -> None:
-        self.path = Path(path)
-        self.tensors = list(tensors)
-        self._target = ExitStack()
-        self._file: BinaryIO | None = None
-        self._written = 0
-        self._digests: dict[str, str] = {}
-
-    def __enter__(self) -> SafetensorsWriter:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as target:
-            self._file = target.enter_context(replaced(self.path))
-            self._file.write(header(self.tensors, dict.fromkeys((name for name, _ in self.tensors), ZEROS)))
-            self._target = target.pop_all()
-        return self
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor; any device, any strides."""
-        assert self._file is not None
-        name, spec = self.tensors[self._written]
-        assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, not {spec.shape}"
-        assert tensor.dtype == getattr(torch, spec.dtype), f"{name} is {tensor.dtype}, not {spec.dtype}"
-        data = bytes_of(tensor)
-        self._file.write(data)
-        self._digests[name] = hashlib.sha256(data).hexdigest()
-        self._written += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and self._written < len(self.tensors):
-            error = AssertionError(f"{self._written} of {len(self.tensors)} tensors written")
-            self._target.__exit__(AssertionError, error, None)
-            raise error
-        if kind is None:
-            assert self._file is not None
-            with self._ending():
-                self._file.seek(0)
-                self._file.write(header(self.tensors, self._digests))
-        self._target.__exit__(kind, error, trace)
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Remove the file if the code inside fails."""
-        try:
-            yield
-        except BaseException as error:
-            self._target.__exit__(type(error), error, error.__traceback__)
-            raise
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        writer = SafetensorsWriter(file, tensors)
+        file.write(header(tensors, dict.fromkeys((name for name, _ in tensors), ZEROS)))  # as long as the last one
+        yield writer
+        assert not writer.left, f"{len(writer.left)} of {len(tensors)} tensors are not written"
+        file.seek(0)
+        file.write(header(tensors, writer.digests))
 
 
 def header(tensors: Sequence[tuple[str, TensorSpec]], digests: Mapping[str, str] | None = None) -> bytes:

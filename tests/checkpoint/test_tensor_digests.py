@@ -13,7 +13,7 @@ from model_files import write_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fxpipe.checkpoint.safetensors_file import SafetensorsWriter, read_digests
+from fxpipe.checkpoint.safetensors_file import read_digests, safetensors_writer
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError
 from fxpipe.runtime.worker.final_weights import final_tensors
@@ -25,7 +25,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("digests") / "model.safetensors"
     torch.manual_seed(0)
     tensors = [(name, t.spec) for t in final_tensors(PLAN) for name in t.names]
-    with SafetensorsWriter(path, tensors) as file:
+    with safetensors_writer(path, tensors) as file:
         for _, spec in tensors:
             file.write(torch.randn(spec.shape))
     return path

@@ -128,7 +128,7 @@ class _Disk:
         disk = self
 
         def write(writer: safetensors_file.SafetensorsWriter, tensor: object) -> None:
-            if writer.path.is_relative_to(disk.folder) and disk.times:
+            if Path(writer.file.name).is_relative_to(disk.folder) and disk.times:
                 disk.times -= 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             disk._write(writer, tensor)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.checkpoint.safetensors_file import SafetensorsWriter
+from fxpipe.checkpoint.safetensors_file import safetensors_writer
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.errors import FxpipeError, PeerLost, RunError, listed
 from fxpipe.messages import warn
@@ -215,7 +215,7 @@ class FinalFiles:
         """Write the file, and fetch all tensors even if that fails; returns the error."""
         values = ((tensor, fetch(tensor)) for tensor in self._tensors)
         try:
-            with SafetensorsWriter(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
+            with safetensors_writer(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
                 for tensor, value in values:
                     assert value is not None, "rank 0 gets it from the worker's process"
                     for _ in tensor.names:
