@@ -172,7 +172,7 @@ def _speed(found: Json) -> ShownTable:
     percent = known(lambda share: f"{100 * share:.0f} %")
     speed, loss = found["speed"], found["loss"]
     rows = [
-        *((noun, speed[name], known(partial(_formed, form))) for name, (noun, form) in RATES.items()),
+        *((noun, speed[name], known(f"{{:{form}}}".format)) for name, (noun, form) in RATES.items()),
         ("median step", speed["step_ms"], known(lambda ms: f"{ms:.3g} ms")),
         ("of the forecast", speed["efficiency"], percent),
         ("bubble", speed["bubble"], percent),
@@ -183,10 +183,6 @@ def _speed(found: Json) -> ShownTable:
     ]
     cells = [(name, *map(write, pair), _change(pair)) for name, pair, write in rows if pair != [None, None]]
     return ShownTable([Column("", itemgetter(0), TEXT), *_runs(), Column("2 to 1", itemgetter(3), WRITTEN)], cells)
-
-
-def _formed(form: str, value: float) -> str:
-    return format(value, form)
 
 
 def _workers(found: Json) -> ShownTable:

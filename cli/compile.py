@@ -430,7 +430,7 @@ def _as_json(
     staleness: Staleness,
 ) -> dict[str, Any]:
     plan = build.plan
-    from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
+    from fxpipe.inspection.batches import microbatch_facts, shape_facts
     from fxpipe.inspection.codecs import codec_facts, outer_facts
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.observe.rates import samples_of
@@ -446,7 +446,7 @@ def _as_json(
         "outer_step": outer_facts(plan),
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
-        "padding": padding_facts(plan),
+        "padding": [dataclasses.asdict(rule) for rule in plan.padding],
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],

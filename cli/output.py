@@ -231,12 +231,11 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
             thread.join()
 
 
-def print_table(headers: list[str], rows: list[list[str]], left: int = 1, last: int = 0) -> None:
-    """A table on stdout; the first `left` and the `last` columns are text, the others numbers; as wide as its cells."""
+def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:
+    """A table on stdout; the first `left` columns are text, the others numbers; as wide as its cells."""
     from fxpipe.inspection.table import TEXT, WRITTEN, Column, ShownTable
 
-    kinds = [TEXT if i < left or i >= len(headers) - last else WRITTEN for i in range(len(headers))]
-    columns = [Column(header, itemgetter(i), kind) for i, (header, kind) in enumerate(zip(headers, kinds, strict=True))]
+    columns = [Column(header, itemgetter(i), TEXT if i < left else WRITTEN) for i, header in enumerate(headers)]
     print_columns(ShownTable(columns, rows), stdout_console(), whole=True)
     echo()
 

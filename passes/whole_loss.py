@@ -11,7 +11,8 @@ from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
-from fxpipe.passes.analysis.share_rules import drawn_once, fills, operator_of
+from fxpipe.passes.analysis.share_rules.call import fills, operator_of
+from fxpipe.passes.analysis.share_rules.sameness import drawn_once
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
 from fxpipe.passes.analysis.whole_metrics import with_metrics
 from fxpipe.passes.fold import remove_dead

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,11 +65,6 @@ def shape_facts(plan: Plan) -> list[dict[str, Any]]:
         }
         for of_shape, text in zip(plans, texts, strict=True)
     ]
-
-
-def padding_facts(plan: Plan) -> list[dict[str, Any]]:
-    """The padding rules: which value is appended to which leaf, along which dimensions, up to which multiple."""
-    return [dataclasses.asdict(rule) for rule in plan.padding]
 
 
 def shape_lines(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import fxpipe
 from fxpipe.inspection.balance import balance_rows
-from fxpipe.inspection.batches import microbatch_facts, padding_facts, shape_facts
+from fxpipe.inspection.batches import microbatch_facts, shape_facts
 from fxpipe.inspection.codecs import outer_facts
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
@@ -147,7 +147,7 @@ def build_facts(subject: Subject) -> Facts:
         "optimizer_bytes": costs.optimizer_bytes,
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
-        "padding": padding_facts(plan),
+        "padding": [asdict(rule) for rule in plan.padding],
         "evaluation": evaluation_facts(plan),
         "settings": {row.name: asdict(row) for row in plan.captured.settings},
         "arguments": list(plan.captured.given_arguments),

@@ -11,7 +11,7 @@ from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
 from fxpipe.plan.build_folder import COSTS, PROFILE, PROGRAM, model_path, read_plan
-from fxpipe.plan.current import stale_sources
+from fxpipe.plan.current import changes
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
@@ -99,6 +99,6 @@ def read_subject(folder: str | Path) -> Subject:
         folder=folder,
         model=model_path(plan, folder),
         edited=tuple(edited),
-        stale=tuple(stale_sources(plan, folder)),
+        stale=changes(plan, folder).read,
         measured=bool(costs.times) or (folder / NODE_COSTS).is_file(),
     )

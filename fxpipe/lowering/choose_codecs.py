@@ -13,7 +13,7 @@ from fxpipe.codecs.encoding import Encoding
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines
 from fxpipe.lowering.choose_cuts import Choice
-from fxpipe.lowering.emit import Codecs, Emitter, no_codecs
+from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -125,7 +125,7 @@ class _Forecasts:
 
     def __init__(self, emitter: Emitter, choice: Choice) -> None:
         self.choice = choice
-        _, self._build = emitter.emit(choice, no_codecs, (), PassLines())
+        _, self._build = emitter.emit(choice, lambda edges: {}, (), PassLines())
         self._times = emitter.codec_times
         self.ways = frozenset(way_of(edge) for edge in self._build.plan.edges if edge.kind != "token")
 

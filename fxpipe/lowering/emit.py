@@ -40,11 +40,6 @@ Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by edge name."""
 
 
-def no_codecs(edges: Sequence[EdgeSpec]) -> Mapping[str, str]:
-    """Values travel without codecs."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Emitter:
     """Cuts and emits a program, any number of times.

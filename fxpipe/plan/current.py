@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxpipe.errors import BuildError, TaskError, near
 from fxpipe.plan.build_folder import model_path
-from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
+from fxpipe.plan.read_by_capture import read_by_capture
 from fxpipe.plan.spec import Plan
 from fxpipe.settings import Value, pairs, read_as
 
@@ -55,11 +55,6 @@ def changes(plan: Plan, folder: str | Path, given: str | Path | None = None) -> 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
-    """The changes in what capture read: `gpt.py: Block changed`, `data.py is gone`."""
-    return list(changes(plan, folder, given).read)
 
 
 def check_current(
@@ -126,9 +121,3 @@ def check_known(given: Mapping[str, Value], known: Iterable[str]) -> None:
                 f"it reads: {', '.join(names)}" if names else "it reads none: call fxpipe.setting(NAME, DEFAULT) there"
             )
             raise TaskError(f"the model file reads no setting {name!r}{near(name, names)}", hint=hint)
-
-
-def captured_settings(found: ReadByCapture, values: Mapping[str, Value]) -> dict[str, str]:
-    """The settings known after a compile, each with the part through which capture may have read it."""
-    names = dict.fromkeys((*found.settings, *values))
-    return {name: found.settings.get(name, "") or found.any_setting for name in names}

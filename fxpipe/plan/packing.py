@@ -32,8 +32,8 @@ class Layout:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if it has this layout and is aligned, else a copy that has and is.
 
-        RunError: its shape or dtype differs from the plan's.
-            RunError: another shape or dtype than the plan's.
+        Raises:
+            RunError: its shape or dtype differs from the plan's.
         """
         tensor = tensor.resolve_conj().resolve_neg()  # lazy views of complex numbers are not plain memory
         if tensor.shape != self.shape or tensor.dtype != self.dtype:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from fxpipe.passes.analysis.share import Microbatches, Share
-from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, normalises
+from fxpipe.passes.analysis.share_rules import normalises
+from fxpipe.passes.analysis.share_rules.call import OperatorCall, is_same
 from fxpipe.passes.analysis.whole_call import arguments_of, changed_arguments, computes_nothing
 from torch import fx
 

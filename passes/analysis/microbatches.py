@@ -12,17 +12,10 @@ from collections.abc import Collection, Mapping
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.metric_nodes import metric_nodes
 from fxpipe.passes.analysis.share import Known, Lost, Microbatches, Rows, Share
-from fxpipe.passes.analysis.share_rules import (
-    OperatorCall,
-    counts_samples,
-    fills,
-    held_against_whole,
-    is_same,
-    mixes_samples,
-    normalises,
-    rule_of,
-    same_of,
-)
+from fxpipe.passes.analysis.share_rules import counts_samples, mixes_samples, normalises, rule_of
+from fxpipe.passes.analysis.share_rules.call import OperatorCall, fills, is_same
+from fxpipe.passes.analysis.share_rules.sameness import same_of
+from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
 from fxpipe.passes.analysis.whole_call import whole_shape
 from torch import fx
 

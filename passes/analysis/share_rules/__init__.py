@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
-from fxpipe.passes.analysis.share_rules.call import (
-    OperatorCall,
-    Rule,
-    by_elements,
-    fills,
-    is_same,
-    made_of_totals,
-    operator_of,
-    unknown,
-)
-from fxpipe.passes.analysis.share_rules.sameness import drawn_once, same_of
-from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
+from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, operator_of, unknown
 from torch import fx
 
 from fxpipe.ir.aten import is_pointwise
-
-__all__ = [
-    "OperatorCall",
-    "counts_samples",
-    "drawn_once",
-    "fills",
-    "held_against_whole",
-    "is_same",
-    "made_of_totals",
-    "mixes_samples",
-    "normalises",
-    "operator_of",
-    "rule_of",
-    "same_of",
-]
 
 _RULES: dict[str, Rule] = {
     name: rule
