@@ -25,8 +25,8 @@ class NForwardsOneBackward(Schedule):
     backward is a single one of the whole minibatch, and a forward reads on every worker the version that worker 0 had.
     Here it is M backwards in a row: their gradients have the same sum, each frees its microbatch's saved values, and
     the worker before begins after the first of them. They take turns with the forwards without a wait if a backward
-    takes as long as a forward, as in the paper's figure. If it takes longer, up to N−1 times the difference is waited
-    for in each minibatch. From: Dutta et al. 2024 (TiMePReSt), arXiv 2410.14312.
+    takes as long as a forward. If it takes longer, up to N−1 times the difference is waited for in each minibatch.
+    From: Dutta et al. 2024 (TiMePReSt), arXiv 2410.14312, of which we know the abstract and summaries by others.
     """
 
     name: ClassVar[str] = "nf1b"
