@@ -32,11 +32,16 @@ DATA_DEPENDENT = (
 
 
 class Refusal(NamedTuple):
-    """A cause in one sentence, its cure in another, and the page of `docs/errors` that shows both."""
+    """A cause in one sentence, its cure in another, and the page of `docs/errors` that shows both.
+
+    Attributes:
+        pattern: what torch's error says then; '' if that is not enough to know it by.
+    """
 
     text: str
     cure: str
     page: str | None = None
+    pattern: str = ""
 
 
 BRANCH = Refusal(
@@ -76,11 +81,17 @@ CTC = Refusal(
     "use the function on the page, which computes the same with plain operators",
     "data-shapes",
 )
-NUMPY = Refusal("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
+NUMPY = Refusal(
+    "the step leaves torch for numpy",
+    "use torch functions instead, or do it in train_data()",
+    "numpy",
+    pattern=r"[Nn]umpy",
+)
 MEMORY = Refusal(
     "the step hands the memory of a tensor to code that torch cannot look into (an extension, a kernel, ctypes)",
     "wrap that code with torch.library.custom_op, with register_fake and register_autograd",
     operators.PAGE,
+    pattern=r"data is not allocated|data pointer|data_ptr",
 )
 HIGHER = Refusal(
     "the step uses an operator that contains graphs (torch.cond, while_loop, scan, flex_attention)",
@@ -98,103 +109,81 @@ NESTED = Refusal(
     "the step makes a nested tensor (jagged ones are), whose shape depends on values",
     "pad the sequences to one length in train_data(), and mask what was added, in the model and in the loss",
     "tensor-kinds",
+    pattern=r"_nested_tensor|NestedTensor",
 )
 CAUSES = (
-    (
-        r"mirrored meta",
-        Refusal(
-            "the step calls backward() itself", "return the loss: the backward pass is captured with it", "backward"
-        ),
+    Refusal(
+        "the step calls backward() itself",
+        "return the loss: the backward pass is captured with it",
+        "backward",
+        pattern=r"mirrored meta",
     ),
-    (
-        r"can't optimize a non-leaf Tensor",
-        Refusal(
-            "the step makes an optimizer",
-            "define optimizer(named_parameters) next to loss(): each worker updates the parameters it owns",
-            "backward",
-        ),
+    Refusal(
+        "the step makes an optimizer",
+        "define optimizer(named_parameters) next to loss(): each worker updates the parameters it owns",
+        "backward",
+        pattern=r"can't optimize a non-leaf Tensor",
     ),
-    (
-        r"requires_grad flags of leaf",
-        Refusal(
-            "the step switches the gradient of a parameter on or off, which a graph holds for the whole step",
-            "for a part without gradients, call it with detached weights: torch.func.functional_call(part, "
-            "{name: p.detach() for name, p in part.named_parameters()}, x)",
-        ),
+    Refusal(
+        "the step switches the gradient of a parameter on or off, which a graph holds for the whole step",
+        "for a part without gradients, call it with detached weights: torch.func.functional_call(part, "
+        "{name: p.detach() for name, p in part.named_parameters()}, x)",
+        pattern=r"requires_grad flags of leaf",
     ),
-    (
-        r"support the deepcopy protocol",
-        Refusal(
-            "the step copies a module or a parameter (copy.deepcopy), which no graph can hold",
-            "make the copy in model() and keep it as a module, with requires_grad_(False) if it is not trained",
-            "kept-tensors",
-        ),
+    Refusal(
+        "the step copies a module or a parameter (copy.deepcopy), which no graph can hold",
+        "make the copy in model() and keep it as a module, with requires_grad_(False) if it is not trained",
+        "kept-tensors",
+        pattern=r"support the deepcopy protocol",
     ),
-    (r"[Nn]umpy", NUMPY),
-    (
-        r"modified by an inplace operation",
-        Refusal(
-            "the backward of the step fails, in eager PyTorch as well: a tensor whose value it needs was changed in "
-            "place",
-            "compute a new tensor instead: y = y * 2 for y.mul_(2) or y *= 2",
-        ),
+    NUMPY,
+    Refusal(
+        "the backward of the step fails, in eager PyTorch as well: a tensor whose value it needs was changed in place",
+        "compute a new tensor instead: y = y * 2 for y.mul_(2) or y *= 2",
+        pattern=r"modified by an inplace operation",
     ),
-    (
-        r"mutating a non-functional tensor|expected to have an entirely functional graph",
-        Refusal(
-            "the step changes a tensor in place that is not part of the model",
-            "keep it in a buffer of the model (register_buffer)",
-            "kept-tensors",
-        ),
+    Refusal(
+        "the step changes a tensor in place that is not part of the model",
+        "keep it in a buffer of the model (register_buffer)",
+        "kept-tensors",
+        pattern=r"mutating a non-functional tensor|expected to have an entirely functional graph",
     ),
-    (
-        r"view input mutations",
-        Refusal(
-            "two buffers share memory, and the step changes one of them in place",
-            "give each buffer memory of its own: .clone() it before register_buffer",
-        ),
+    Refusal(
+        "two buffers share memory, and the step changes one of them in place",
+        "give each buffer memory of its own: .clone() it before register_buffer",
+        pattern=r"view input mutations",
     ),
-    (
-        r"TorchScript|torch\.jit",
-        Refusal(
-            "the step calls a TorchScript function, which cannot be traced",
-            "call the Python function itself: fxpipe compiles the step, scripting gains nothing",
-        ),
+    Refusal(
+        "the step calls a TorchScript function, which cannot be traced",
+        "call the Python function itself: fxpipe compiles the step, scripting gains nothing",
+        pattern=r"TorchScript|torch\.jit",
     ),
-    (r"_nested_tensor|NestedTensor", NESTED),
-    (
-        r"[Qq]uantized",
-        Refusal(
-            "the step uses a quantized operator, which has no gradient",
-            "train the model before it is quantized, and quantize the result",
-            "tensor-kinds",
-        ),
+    NESTED,
+    Refusal(
+        "the step uses a quantized operator, which has no gradient",
+        "train the model before it is quantized, and quantize the result",
+        "tensor-kinds",
+        pattern=r"[Qq]uantized",
     ),
-    (
-        r"[Ss]parse",
-        Refusal(
-            "the step makes sparse gradients, which a pipeline cannot send",
-            "use dense tensors; build an embedding with sparse=False",
-            "tensor-kinds",
-        ),
+    Refusal(
+        "the step makes sparse gradients, which a pipeline cannot send",
+        "use dense tensors; build an embedding with sparse=False",
+        "tensor-kinds",
+        pattern=r"[Ss]parse",
     ),
-    (
-        r"not compiled with CUDA|no NVIDIA driver",
-        Refusal(
-            "the step moves a tensor to CUDA, which this machine does not have",
-            "write .to(x.device) with a tensor x that is on the right device, or compile on a machine with CUDA",
-            "devices",
-        ),
+    Refusal(
+        "the step moves a tensor to CUDA, which this machine does not have",
+        "write .to(x.device) with a tensor x that is on the right device, or compile on a machine with CUDA",
+        "devices",
+        pattern=r"not compiled with CUDA|no NVIDIA driver",
     ),
-    (
-        r"on the same device|two different devices|DeviceMismatch",
-        Refusal(
-            "the step computes with tensors on different devices",
-            "make new tensors where the others are (device=x.device), and keep the model's in buffers",
-            "devices",
-        ),
+    Refusal(
+        "the step computes with tensors on different devices",
+        "make new tensors where the others are (device=x.device), and keep the model's in buffers",
+        "devices",
+        pattern=r"on the same device|two different devices|DeviceMismatch",
     ),
-    (r"data is not allocated|data pointer|data_ptr", MEMORY),
+    MEMORY,
 )
 
 
@@ -254,7 +243,7 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
     if re.search(DATA_DEPENDENT, said):
         branches = call not in _NUMBERS or any(code.co_name == "__bool__" for code in codes)
         return BRANCH if branches else NUMBER
-    return next((cause for pattern, cause in CAUSES if re.search(pattern, said)), None)
+    return next((cause for cause in CAUSES if re.search(cause.pattern, said)), None)
 
 
 def _frames(error: Exception) -> Iterator[TracebackType]:
