@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import torch
@@ -58,6 +58,7 @@ class EdgeState:
         return torch.Generator(device).manual_seed(seed_of(*self.place()))
 
 
+@dataclass(frozen=True)
 class Codec(ABC):
     """Writes a value in fewer bytes, and reads it back. A subclass is a frozen dataclass; its fields are its options.
 
@@ -86,7 +87,7 @@ class Codec(ABC):
     @property
     def text(self) -> str:
         """Its name with its option, from which `codec` makes it again: `topk:0.01`."""
-        return self.name
+        return ":".join([self.name, *(str(getattr(self, each.name)) for each in fields(self))])
 
     def refusal(self, tensor: TensorSpec) -> str:
         """Why it does not encode such a tensor, in words that follow "int8 is for "; '' if it does."""

@@ -44,10 +44,6 @@ class LowRank(CarryOver):
             raise CodecError(f"'lowrank:{option}' has no rank", hint="give a whole number from 1: lowrank:4")
         return cls(int(option))
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.rank}"
-
     def refusal(self, tensor: TensorSpec) -> str:
         if len(tensor.shape) < 2:
             return f"tensors with two dimensions or more, and this has {len(tensor.shape)}"

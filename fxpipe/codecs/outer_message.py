@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fxpipe.codecs import codec
 from fxpipe.codecs.codec import OUTER
-from fxpipe.codecs.encoded_pack import EncodedPack, gains
+from fxpipe.codecs.packs import EncodedPack, gains
 from fxpipe.plan.spec import Plan, TensorSpec
 
 

@@ -53,10 +53,6 @@ class SparseLoCo(CarryOver):
             )
         return cls(int(option))
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.count}"
-
     def packed(self, tensor: TensorSpec) -> TensorSpec:
         chunks, _, count = self._sizes(tensor.shape)
         return TensorSpec((chunks * (4 + count // 4 * 7),), (1,), "uint8")

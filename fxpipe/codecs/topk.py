@@ -45,10 +45,6 @@ class TopK(CarryOver):
             raise CodecError(f"'topk:{option}' has no fraction", hint="give a fraction above 0, at most 1: topk:0.01")
         return cls(fraction)
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.fraction}"
-
     def refusal(self, tensor: TensorSpec) -> str:
         if math.prod(tensor.shape) >= 2**31:
             return "less than 2³¹ values"

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fxpipe.codecs import codec
-from fxpipe.codecs.difference_pack import DifferencePack
-from fxpipe.codecs.encoded_pack import gains
+from fxpipe.codecs.packs import DifferencePack, gains
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.policy.demand import Demand, WeightMessage
 

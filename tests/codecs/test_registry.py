@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fxpipe.codecs import CODECS, Codec, codec, register
 from fxpipe.codecs.codec import EdgeState
-from fxpipe.codecs.difference_pack import DifferencePack
 from fxpipe.codecs.encoding import Encoding
+from fxpipe.codecs.packs import DifferencePack
 from fxpipe.errors import CodecError
 
 

@@ -1,4 +1,4 @@
-"""Several tensors as one message, some of them as encoded differences from the values that the receiver has already.
+"""Several tensors as one message, some of them encoded, or as encoded differences from what the receiver has already.
 
 The receiver decodes a difference as `base + decode(encode(value − base))`, which is the base of the next one. The
 sender computes the same from the same bytes. So the next difference has what this message has lost, and errors do not
@@ -9,7 +9,7 @@ checkpoint does not need this state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -18,16 +18,70 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs.codec import Codec, EdgeState
-from fxpipe.codecs.encoded_pack import EncodedPack
-from fxpipe.plan.packing import Layout
+from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
 from fxpipe.plan.spec import TensorSpec
 
-KIND = "weights"
-"""The kind of edge, for codecs."""
+
+def gains(codec: Codec, tensor: TensorSpec) -> bool:
+    """Whether a codec encodes such a tensor, and saves bytes of the message."""
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if not dtype.is_floating_point or codec.refusal(tensor):
+        return False
+    return _aligned(codec.packed(tensor).bytes) < _aligned(tensor.bytes)
+
+
+class EncodedPack:
+    """One message: some tensors encoded, the others as they are.
+
+    Args:
+        specs: of all tensors, by name, in the order of the message.
+        codec: encodes; None if no tensor is encoded.
+        encoded: the names of the encoded tensors.
+        kind: what the codec is used for.
+
+    Attributes:
+        bytes: the exact size of the message.
+        sizes: by name, the bytes of each tensor, without padding.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], codec: Codec | None, encoded: Collection[str], kind: str
+    ) -> None:
+        assert codec is not None or not encoded
+        self._codecs = {name: codec for name in encoded if codec is not None}
+        self._layouts = {name: Layout(spec, name) for name, spec in specs.items()}
+        self._kind = kind
+        sent = {n: self._codecs[n].packed(spec) if n in self._codecs else spec for n, spec in specs.items()}
+        self._pack = Pack(list(sent.values()))
+        self.sizes = {name: spec.bytes for name, spec in sent.items()}
+        self.bytes = self._pack.bytes
+
+    def pack(self, tensors: Mapping[str, Tensor], states: Mapping[str, EdgeState]) -> Tensor:
+        """A new block.
+
+        Args:
+            tensors: all, by name.
+            states: of encoded tensors, by name; codecs that keep a state change them.
+        """
+        values = []
+        for name in self.sizes:
+            value = tensors[name].detach()
+            if codec := self._codecs.get(name):
+                value = codec.pack(value, states[name] if codec.keeps_state(self._kind) else None)
+            values.append(value)
+        return self._pack.pack(values)
+
+    def unpack(self, block: Tensor) -> dict[str, Tensor]:
+        """All tensors of a block by name: views of it, and new ones, row by row, where they were encoded."""
+        found = dict(zip(self.sizes, self._pack.unpack(block), strict=True))
+        for name, codec in self._codecs.items():
+            layout = self._layouts[name]
+            found[name] = codec.unpack(found[name], layout.shape, layout.dtype)
+        return found
 
 
 class DifferencePack:
-    """One message: some tensors whole, the others as differences.
+    """One message of weights: some tensors whole, the others as differences.
 
     Args:
         specs: of all tensors, by name, in the order of the message.
@@ -36,8 +90,7 @@ class DifferencePack:
         casts: the types in which others are sent, by name, if these are not their own.
 
     Attributes:
-        bytes: the exact size of the message.
-        sizes: by name, the bytes of each tensor, without padding.
+        bytes, sizes: as of `EncodedPack`.
     """
 
     def __init__(
@@ -51,7 +104,7 @@ class DifferencePack:
         self._layouts = {name: Layout(specs[name], name) for name in differences}
         self._types = {name: getattr(torch, specs[name].dtype) for name in casts}
         sent = {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in casts.items()}}
-        self._message = EncodedPack(sent, codec, differences, KIND)
+        self._message = EncodedPack(sent, codec, differences, "weights")
         self.sizes, self.bytes = self._message.sizes, self._message.bytes
 
     def pack(
@@ -79,3 +132,7 @@ class DifferencePack:
         for name, layout in self._layouts.items():
             found[name] = torch.add(bases[name], found[name], out=layout.empty(block.device))
         return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

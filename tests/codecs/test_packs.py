@@ -10,8 +10,7 @@ from packed_values import gaussian, spec_of
 from torch import Tensor
 
 from fxpipe.codecs import codec
-from fxpipe.codecs.difference_pack import DifferencePack
-from fxpipe.codecs.encoded_pack import gains
+from fxpipe.codecs.packs import DifferencePack, gains
 from fxpipe.plan.packing import ALIGNMENT
 
 TEXTS = ["int8", "bf16", "fp16", "int4", "topk:0.1", "lowrank:2"]
