@@ -48,7 +48,14 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
         BuildError: the file is missing, has a syntax error, fails at import, or its interface differs from the plan's
             (lists all differences).
     """
-    return _stage(*_read(path), spec)
+    path = Path(path).resolve()
+    try:
+        source = path.read_bytes()
+        source.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise BuildError(f"{path.name} cannot be read: {reason}", where=str(path), hint=COMPILE_AGAIN) from error
+    return _stage(path, source, spec)
 
 
 def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list[LoadedStage]:
@@ -73,12 +80,10 @@ def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
     return _stage_of_text(Path(f"<build {next(_serial)}>") / spec.file, text, spec)
 
 
-def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
-    """The functions of an emitted source by name; all sources are loaded by this function.
-
-    Raises:
-        BuildError: it has a syntax error, fails when it is executed, or its interfaces differ from `parts`.
-    """
+def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
+    """Execute a source: all are loaded here."""
+    named = spec.functions
+    parts = {named[phase]: part for phase, part in spec.parts.items()}
     try:
         tree = ast.parse(source, str(path))
     except SyntaxError as error:
@@ -105,24 +110,8 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
             hint=COMPILE_AGAIN,
         ) from error
     _refuse_unknown_operators(source, path)
-    return {name: scope[name] for name in parts}
-
-
-def _read(path: str | Path) -> tuple[Path, bytes]:
-    path = Path(path).resolve()
-    try:
-        source = path.read_bytes()
-        source.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise BuildError(f"{path.name} cannot be read: {reason}", where=str(path), hint=COMPILE_AGAIN) from error
-    return path, source
-
-
-def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
-    named = spec.functions
-    functions = functions_of(path, source, {named[phase]: part for phase, part in spec.parts.items()})
-    return LoadedStage(path, {phase: functions[name] for phase, name in named.items()}, is_edited(source, spec))
+    functions = {phase: scope[name] for phase, name in named.items()}
+    return LoadedStage(path, functions, is_edited(source, spec))
 
 
 def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
