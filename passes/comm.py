@@ -12,13 +12,14 @@ from fxpipe.errors import CutError
 from fxpipe.ir import wire
 from fxpipe.ir.aten import is_sparse, is_view
 from fxpipe.ir.pace import Gap, first_gap
-from fxpipe.ir.program import INFO, Level, NodeInfo, Program, info, size_of, value
+from fxpipe.ir.program import INFO, Level, NodeInfo, Program, home_of, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import PHASES, EdgeKind, EdgeSpec, Phase
 from fxpipe.schedule.graph import Graph, chain, graph_of, handed_on_by, reach_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import is_non_overlapping_and_dense_or_false
 
+aten = torch.ops.aten
 _Place = tuple[int, Phase]
 _ORDER = {phase: number for number, phase in enumerate(PHASES)}
 
@@ -86,11 +87,10 @@ class _Wiring:
         self.device = program.device
         self.edges: dict[str, EdgeSpec] = {}
         self.inputs = {b.node for b in program.batch if b.node}
-        self.homes = {
-            name: (info(new).worker or 0) if new.op == "call_function" else 0 for name, new in program.updates().items()
-        }
+        self.homes = {name: home_of(new) for name, new in program.updates().items()}
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         self.parameters = {p.node for p in program.parameters}
+        self.made: dict[tuple[fx.Node, str], fx.Node] = {}  # forms in which a value travels, by what they differ in
         self.first = next(iter(program))
         backward = (n for n in program if info(n).phase != "F")
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
@@ -203,7 +203,8 @@ class _Wiring:
         recv.meta[INFO].bytes = size_of(value(sent))
         arrived = recv if value(sent).shape == value(node).shape else self._expand(recv, node)
         if value(sent).device != value(node).device:
-            arrived = self._copied(arrived, value(node).device, f"{recv.name}_back", spec.dst_phase, spec.dst)
+            back, place = f"{recv.name}_back", (spec.dst, spec.dst_phase)
+            arrived = self._made_of(arrived, aten._to_copy.default, back, place, device=value(node).device)
         for user in users:
             user.replace_input_with(node, arrived)
         self.edges[send.name] = self.edges[recv.name] = spec
@@ -213,16 +214,8 @@ class _Wiring:
         """A value that a CUDA program has in the CPU's memory, copied once to the device: NCCL sends nothing else."""
         if value(node).device.type != "cpu" or self.device == "cpu":
             return node
-        for user in node.users:
-            if user.meta.get("made_on_device"):
-                return user
-        made = self._copied(node, torch.device(self.device), f"{node.name}_on_device", home[1], home[0])
-        made.meta["made_on_device"] = True
-        return made
-
-    def _copied(self, node: fx.Node, device: torch.device, name: str, phase: Phase, worker: int) -> fx.Node:
-        """A copy on another device."""
-        return self._made_of(node, torch.ops.aten._to_copy.default, name, (worker, phase), device=device)
+        device = torch.device(self.device)
+        return self._form(node, "on_device", aten._to_copy.default, home, device=device)
 
     def _refuse_sparse(self, node: fx.Node, src: int, dst: int) -> None:
         if is_sparse(node):
@@ -241,7 +234,7 @@ class _Wiring:
         name = f"pace_{gap.phase}_{gap.src}_{gap.dst}"
         options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(self.device)}
         with self.graph.inserting_after(after):
-            token = self.graph.create_node("call_function", torch.ops.aten.zeros.default, ([1],), options, name=name)
+            token = self.graph.create_node("call_function", aten.zeros.default, ([1],), options, name=name)
         with self.graph.inserting_after(token):
             send = self.graph.create_node("call_function", wire.send, (token,), {}, name=f"{name}_send_{gap.dst}")
         with self.graph.inserting_after(send):
@@ -275,22 +268,17 @@ class _Wiring:
         their output's layout by their other inputs, and a view that was captured after them may need exactly that
         layout.
         """
-        for user in node.users:
-            if user.meta.get("made_unexpanded"):
-                return self._unexpanded(user, home)
         shown = value(node)
         sizes = zip(shown.shape, shown.stride(), strict=True)
         repeated = [d for d, (size, step) in enumerate(sizes) if size > 1 and step == 0]
         if not repeated:
             return node
-        made = self._made_of(node, torch.ops.aten.slice.Tensor, f"{node.name}_row", home, repeated[0], 0, 1)
-        made.meta["made_unexpanded"] = True
-        return self._unexpanded(made, home)
+        return self._unexpanded(self._form(node, "row", aten.slice.Tensor, home, repeated[0], 0, 1), home)
 
     def _expand(self, recv: fx.Node, node: fx.Node) -> fx.Node:
         """A received value expanded to the size of `node`."""
         home, shape = (info(recv).worker or 0, info(recv).phase), list(value(node).shape)
-        made = self._made_of(recv, torch.ops.aten.expand.default, f"{recv.name}_expanded", home, shape)
+        made = self._made_of(recv, aten.expand.default, f"{recv.name}_expanded", home, shape)
         info(made).bytes = size_of(value(made))
         return made
 
@@ -298,20 +286,21 @@ class _Wiring:
         """The value in its own memory, in a layout that can travel as one run of memory; made once."""
         if is_non_overlapping_and_dense_or_false(value(node)) and not self._is_weight(node):
             return node
-        for user in node.users:
-            if user.meta.get("made_dense"):
-                return user
         # Dimensions keep their order in memory: operators choose their output's layout by it, and a view that was
         # captured after them may need just that layout.
-        clone = self._made_of(node, torch.ops.aten.clone.default, f"{node.name}_dense", home)
-        clone.meta["made_dense"] = True
-        return clone
+        return self._form(node, "dense", aten.clone.default, home)
 
     def _is_weight(self, node: fx.Node) -> bool:
         """Whether the value is in a parameter's memory, which the optimizer may overwrite while the value travels."""
         while node.op == "call_function" and is_view(node):
             node = node.all_input_nodes[0]
         return node.name in self.parameters
+
+    def _form(self, node: fx.Node, what: str, target: Any, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
+        """A form of a value that travels in its place; made once."""
+        if (node, what) not in self.made:
+            self.made[node, what] = self._made_of(node, target, f"{node.name}_{what}", home, *args, **kwargs)
+        return self.made[node, what]
 
     def _made_of(self, node: fx.Node, target: Any, name: str, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
         """A call on a value, placed right after it."""

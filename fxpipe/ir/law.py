@@ -32,7 +32,7 @@ from torch import fx
 from fxpipe.errors import VerifyError
 from fxpipe.ir.aten import is_getitem, is_random, repeats
 from fxpipe.ir.pace import first_gap
-from fxpipe.ir.program import INFO, Level, Program, info
+from fxpipe.ir.program import INFO, Level, Program, home_of, info
 from fxpipe.ir.reduce_law import check_reduced
 from fxpipe.ir.stage_law import check_emitted, check_split
 from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack
@@ -153,11 +153,11 @@ def _placed(program: Program) -> None:
                 )
     placeholders = program.placeholders
     for name, new in program.updates().items():
-        home = info(new).worker if new.op == "call_function" else 0
+        home = home_of(new)
         for user in placeholders[name].users:
             if user.op != "call_function" or info(user).phase != "F" or info(user).worker == home:
                 continue
-            if "B" in program.phases or (info(user).worker or 0) < (home or 0):  # an evaluation can send it on
+            if "B" in program.phases or (info(user).worker or 0) < home:  # an evaluation can send it on
                 _fail(program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere")
 
 
