@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +32,7 @@ def refused() -> Iterator[None]:
     Raises:
         CaptureError: from the call; or at the end, if a generator was seeded in another way.
     """
-    generator, saved = torch.default_generator, list[tuple[Any, str, Any]]()
+    generator = torch.default_generator
     state = _state(generator)
     rows: tuple[tuple[Refuse, Sequence[str], Sequence[Any]], ...] = (
         (_seeding("torch"), _SEEDING, (torch, torch.random)),
@@ -40,15 +41,11 @@ def refused() -> Iterator[None]:
         (_packing, ("__enter__",), (saved_tensors_hooks,)),
         (_standing_in, ("default_generator",), (torch, torch.random)),
     )
-    for refusing, names, owners in rows:
-        for owner, name in itertools.product(owners, names):
-            saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, refusing(name, getattr(owner, name)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for refusing, names, owners in rows:
+            for owner, name in itertools.product(owners, names):
+                stack.enter_context(mock.patch.object(owner, name, refusing(name, getattr(owner, name))))
         yield
-    finally:
-        for owner, name, before in saved:
-            setattr(owner, name, before)
     if _state(generator) != state:  # what the step draws while it is traced does not change it
         _seed("a method of torch.default_generator")
 
@@ -77,33 +74,34 @@ def _standing_in(name: str, _: Any) -> Any:
     return type("Generator", (torch.Generator,), methods)()
 
 
-def _scaling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not scaler.is_enabled():
-            return function(scaler, *args, **kwargs)
-        raise CaptureError(
-            f"the step calls GradScaler.{name}: a GradScaler looks at gradients, and a step that is captured has "
-            "none yet",
-            where=stacked(outwards(sys._getframe(1))),
-            hint="return the loss itself, and take bfloat16, which needs no scale: --autocast bf16; or float16, "
-            "for which a run scales the loss: --autocast fp16",
-            page="backward",
-        )
+def _refusing(
+    passes: Callable[[Any], bool], text: str, cure: str
+) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """Refuses a method of all objects but those that pass."""
 
-    return refuse
+    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if passes(own):
+                return function(own, *args, **kwargs)
+            where = stacked(outwards(sys._getframe(1)))
+            raise CaptureError(text.format(name), where=where, hint=cure, page="backward")
+
+        return refuse
+
+    return refusing
 
 
-def _packing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(hooks: Any) -> Any:
-        if type(hooks) is not saved_tensors_hooks and type(hooks).__module__.startswith("torch."):
-            return function(hooks)  # save_on_cpu and the like: the backward reads what the forward computed
-        raise CaptureError(
-            "the step packs what its forward saves for its backward (saved_tensors_hooks), and the backward of a graph "
-            "reads what its forward computed",
-            where=stacked(outwards(sys._getframe(1))),
-            hint="leave the hooks out; torch.utils.checkpoint.checkpoint saves memory, too; what the backward is to "
-            "read instead of the exact value, an autograd.Function saves with ctx.save_for_backward",
-            page="backward",
-        )
-
-    return refuse
+_scaling = _refusing(
+    lambda scaler: not scaler.is_enabled(),
+    "the step calls GradScaler.{}: a GradScaler looks at gradients, and a step that is captured has none yet",
+    "return the loss itself, and take bfloat16, which needs no scale: --autocast bf16; or float16, for which a run "
+    "scales the loss: --autocast fp16",
+)
+_packing = _refusing(
+    # save_on_cpu and the like: the backward reads what the forward computed
+    lambda hooks: type(hooks) is not saved_tensors_hooks and type(hooks).__module__.startswith("torch."),
+    "the step packs what its forward saves for its backward (saved_tensors_hooks), and the backward of a graph reads "
+    "what its forward computed",
+    "leave the hooks out; torch.utils.checkpoint.checkpoint saves memory, too; what the backward is to read instead of "
+    "the exact value, an autograd.Function saves with ctx.save_for_backward",
+)
