@@ -14,7 +14,8 @@ graphs short.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,17 +51,24 @@ def replaced() -> list[OpOverload]:
     return [o for o in overloads if DispatchKey.Autograd in o.py_kernels]
 
 
-@contextlib.contextmanager
-def traced() -> Iterator[None]:
+def traced() -> AbstractContextManager[None]:
     """Inside, operators with kernels of their own are traced as these."""
-    taken: list[tuple[OpOverload, dict[DispatchKey, Callable[..., Any]]]] = []
-    for operator in replaced():
-        code = operator.py_kernels
-        taken.append((operator, {key: code.pop(key) for key in _KEYS if key in code}))
+    return traced_by(dict.fromkeys(replaced()))
+
+
+@contextlib.contextmanager
+def traced_by(code: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[None]:
+    """Inside, each of these operators is traced by this Python code in place of torch's; as itself for None."""
+    before = {operator: dict(operator.py_kernels) for operator in code}
+    for operator, function in code.items():
+        for key in _KEYS:
+            operator.py_kernels.pop(key, None)
+        if function is not None:
+            operator.py_kernels.update(dict.fromkeys(_KEYS, function))
         dispatch_cache(operator).clear()
     try:
         yield
     finally:
-        for operator, code in taken:
-            operator.py_kernels.update(code)
+        for operator, kept in before.items():
+            operator.py_kernels.update(kept)
             dispatch_cache(operator).clear()

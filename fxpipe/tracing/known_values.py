@@ -12,6 +12,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -73,7 +74,8 @@ class KnownValues:
         if next(tensors_in(value), None) is None:
             return value
         made = value
-        if any(self._known[id(tensor)].value is not tensor for tensor in tensors) and not self._wrote(tensors, value):
+        wrote = any(tensor is value for tensor in tensors)  # into a constant of the graph, which `_computed` has done
+        if any(self._known[id(tensor)].value is not tensor for tensor in tensors) and not wrote:
             try:
                 made = _listed(traced(args, kwargs))
             except UNKNOWN:
@@ -92,11 +94,8 @@ class KnownValues:
                 return _computed(torch.Tensor.tolist, [known[id(tensor)].value], {})
             return original(tensor)
 
-        FunctionalTensor.tolist = tolist  # type: ignore[method-assign, assignment]
-        try:
+        with mock.patch.object(FunctionalTensor, "tolist", tolist):
             yield
-        finally:
-            FunctionalTensor.tolist = original  # type: ignore[method-assign]
 
     def _call_mixed(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced
@@ -119,10 +118,6 @@ class KnownValues:
             if len(list(tensors_in(numbers))) == len(list(tensors_in((args, kwargs)))):
                 raise
         return traced(*numbers)  # a size, an index
-
-    def _wrote(self, tensors: Sequence[torch.Tensor], value: Any) -> bool:
-        """Whether a call wrote into a constant of the graph, which `_computed` has done already."""
-        return any(tensor is value for tensor in tensors)
 
     def _keep(self, made: Any, value: Any) -> None:
         for tensor, known in zip(tensors_in(made), tensors_in(value), strict=True):

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -296,12 +297,8 @@ class _Recorder(TorchFunctionMode):
         # torch 2.15 looks up another name than earlier ones: …_generator_impl.
         generators = [name for name in vars(torch_checkpoint) if name.startswith(CHECKPOINT_GENERATOR)]
         replaced: dict[str, Any] = {"CheckpointFunction": Plain, **dict.fromkeys(generators, plain)}
-        saved = {name: getattr(torch_checkpoint, name) for name in replaced}
-        vars(torch_checkpoint).update(replaced)
-        try:
+        with mock.patch.multiple(torch_checkpoint, **replaced):
             yield
-        finally:
-            vars(torch_checkpoint).update(saved)
 
 
 def version_hint() -> str:

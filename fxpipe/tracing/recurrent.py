@@ -21,45 +21,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.recurrent_layer import KINDS, has_kernel, recurrent_layer, recurrent_layer_backward, used
-from fxpipe.torch_private import RNN_HELPER, DispatchKey, decompositions, dispatch_cache, torch_decompositions
-
-_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+from fxpipe.torch_private import RNN_HELPER, DispatchKey, decompositions, torch_decompositions
+from fxpipe.tracing import kernels
 
 
 @contextlib.contextmanager
 def trainable() -> Iterator[None]:
     """Inside, recurrent layers are traced as in training."""
-    helper: Any = getattr(decompositions, RNN_HELPER, None)
-    select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
-    layers: Any = nn.RNNBase
-    lay_out = layers.flatten_parameters
-    layers.flatten_parameters = lambda layer: None
-    if helper is not None:
-        setattr(decompositions, RNN_HELPER, _layer_by_layer(helper))
-    if select is not None:
-        decompositions.select_one_layer_lstm_function = lambda *_: _one_layer_lstm
-    taken = []
-    for kind in KINDS:
-        operator = getattr(torch.ops.aten, kind).input
-        taken.append((operator, dict(operator.py_kernels)))
-        operator.py_kernels.update(dict.fromkeys(_KEYS, _by_layers(kind, operator.py_kernels[_KEYS[0]])))
-        dispatch_cache(operator).clear()
-    try:
+    operators = {kind: getattr(torch.ops.aten, kind).input for kind in KINDS}
+    code = {o: _by_layers(kind, o.py_kernels[DispatchKey.Autograd]) for kind, o in operators.items()}
+    corrected: dict[str, Any] = {
+        RNN_HELPER: _layer_by_layer(getattr(decompositions, RNN_HELPER, None)),
+        "select_one_layer_lstm_function": lambda *_: _one_layer_lstm,
+    }
+    with (
+        mock.patch.multiple(nn.RNNBase, flatten_parameters=lambda layer: None),
+        mock.patch.multiple(decompositions, create=True, **corrected),
+        kernels.traced_by(code),
+    ):
         yield
-    finally:
-        for operator, code in taken:
-            operator.py_kernels.update(code)
-            dispatch_cache(operator).clear()
-        layers.flatten_parameters = lay_out
-        if helper is not None:
-            setattr(decompositions, RNN_HELPER, helper)
-        if select is not None:
-            decompositions.select_one_layer_lstm_function = select
 
 
 class Layer(torch.autograd.Function):
@@ -148,7 +134,7 @@ def _one_layer_lstm(
     return value, tuple(new if new.dim() == old.dim() else new.squeeze(0) for new, old in pairs)
 
 
-def _layer_by_layer(helper: Callable[..., Any]) -> Callable[..., Any]:
+def _layer_by_layer(helper: Any) -> Callable[..., Any]:
     """`helper`, called for one layer at a time, with the dropout between them."""
 
     def layers(
