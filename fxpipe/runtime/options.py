@@ -208,7 +208,7 @@ class RunOptions(PipelineOptions):
         stall_timeout: seconds without progress after which a run of several processes says which worker waits for
             which; after 10 times as many (30 times before training begins) the run ends. 0 does neither.
         max_restarts: how many times `launch` restarts all workers after one was lost (see `WorkerLost`).
-        rebalance: when workers have become slower, move units to others during the run (see
+        rebalance: when workers or links have become slower, move units to others during the run (see
             `fxpipe.runtime.process.moves`); without `checkpoint_every`, a checkpoint is made for each move.
         on_loss: when a worker was lost and `max_restarts` are used up: `end` the run, or `replan` it for one fewer.
         settings: values of `fxpipe.setting` in the model file, each as `name=value`, instead of those of the compile.
@@ -299,7 +299,7 @@ class RunOptions(PipelineOptions):
         help="Restart all workers, at most N times, when one dies without an error that explains it.",
     )
     rebalance: bool = option(
-        False, help="Move units to other workers during the run when workers have become slower (on one machine)."
+        False, help="Move units to other workers when workers or links have become slower (on one machine)."
     )
     on_loss: str = option(
         "end",

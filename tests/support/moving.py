@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,24 @@ from fxpipe.task.model_file import load_task
 from fxpipe.task.model_options import ModelOptions
 
 MODEL = """
-import glob, os, signal, time
+import glob, itertools, os, signal, time
 import torch
 from torch import nn
+from fxpipe.runtime.wires.throttled import SlowDirection
 
 HERE = os.path.dirname(__file__)
+put = SlowDirection.put
+
+def put_slowly(self, say, size, turn, now):
+    put(self, say, size * (100 if os.path.exists(HERE + "/slow-link") else 1), turn, now)
+
+if "RANK" in os.environ:
+    SlowDirection.put = put_slowly
 
 def model():
     torch.manual_seed(1)
-    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.Tanh()))).double()
+    pairs = itertools.pairwise({widths})
+    return nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh()))).double()
 
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
@@ -65,12 +75,20 @@ def on_step(step, loss, run):
 """
 
 
-def moving_build(folder: Path, steps: int, workers: int = 2, **options: Any) -> Path:
-    """A build of the model file, in `folder`; its runs are to write into `folder / "out"`."""
+def moving_build(
+    folder: Path,
+    steps: int,
+    workers: int = 2,
+    widths: Sequence[int] = (12,) * 7,
+    bandwidth: str | None = None,
+    **options: Any,
+) -> Path:
+    """A build of the model file, in `folder`, for links of this bandwidth; its runs are to write into
+    `folder / "out"`."""
     path = folder / "model.py"
-    path.write_text(MODEL.format(steps=steps))
+    path.write_text(MODEL.format(steps=steps, widths=widths))
     asked = CompileOptions(**{"workers": workers, "schedule": "1f1b", "microbatches": 2, "cost": "analytic", **options})
-    made = build_model(load_task(path), ModelOptions(), asked, CostOptions())
+    made = build_model(load_task(path), ModelOptions(), asked, CostOptions(bandwidth=bandwidth))
     made.build.save(folder / "build", model_file=path)
     return folder / "build"
 

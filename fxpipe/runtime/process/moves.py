@@ -1,4 +1,5 @@
-"""Moves units to other workers during a run, from the launcher: when speeds have changed, or a worker was lost.
+"""Moves units to other workers during a run, from the launcher: when speeds or links have changed, or a worker was
+lost.
 
     workers:   train ─────────────────────────┬─ save, end │ begin from the checkpoint, under the new cuts
     launcher:  their speeds │ compile the new cuts │ ask    │ start them
@@ -13,9 +14,9 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.errors import BuildError, CheckpointError, FxpipeError, RunError, first_line
 from fxpipe.messages import say, warn
@@ -24,14 +25,16 @@ from fxpipe.plan.build_folder import COSTS, model_path, read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.links import Links
 from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.ends import StopRequests
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import name_checkpoint
+from fxpipe.runtime.process.measured_links import LinkTimes, replaced
 from fxpipe.runtime.process.measured_speeds import Window, Windows, promised
 from fxpipe.runtime.process.new_build import REBALANCED, NewBuild
 from fxpipe.runtime.process.resume import newest_options, step_before
-from fxpipe.runtime.wires.run_folder import ASKED, MOVE, RunFolder
+from fxpipe.runtime.wires.run_folder import ASKED, MOVE, TIMES, RunFolder
 
 GAIN = 0.1
 """The least share of a step's time that a move must save."""
@@ -42,8 +45,31 @@ WINDOWS = 2
 ALIKE = 0.1
 """Speeds for which cuts were compiled are tried again when one of them has changed by this share."""
 
+ALIKE_LINKS = 0.5
+"""The same for links."""
+
 GLANCE = 0.05
 """Seconds between two looks at a compile that the run waits for."""
+
+
+class _Tried(NamedTuple):
+    """What was measured when cuts were compiled: the speeds of ranks, and the links between them."""
+
+    speeds: tuple[float, ...] = ()
+    links: Links = Links()
+
+    def like(self, other: _Tried) -> bool:
+        """Whether all speeds have nearly the same ratios, and all links are nearly the same."""
+        if len(self.speeds) != len(other.speeds):
+            return False
+        ratios = [one / another for one, another in zip(self.speeds, other.speeds, strict=True)]
+        both = [
+            sorted(figures)
+            for pair in permutations(range(len(self.speeds)), 2)
+            for figures in zip(self.links.of(*pair), other.links.of(*pair), strict=True)
+        ]
+        alike = all(more <= less * (1 + ALIKE_LINKS) for less, more in both)
+        return alike and max(ratios) / min(ratios) < 1 + ALIKE
 
 
 class Moves:
@@ -56,8 +82,9 @@ class Moves:
         options, plan: of the run as it is now.
         asked: the workers were asked to save the run and end, for a move.
         rows: `{"step", "because", "speeds", "before", "after", "gain", "seconds"}` for each move: after which step, and
-            why; by rank, as shares of what the build's costs promise, empty if a worker was lost; units of each worker;
-            the share of a step's time that the forecast saves; how long nothing was trained.
+            why, with the links that are other than at the compile; speeds by rank, as shares of what the build's costs
+            promise, empty if a worker was lost; units of each worker; the share of a step's time that the forecast
+            saves; how long nothing was trained.
 
     Raises:
         RunError: the options ask for what cannot be done.
@@ -76,9 +103,9 @@ class Moves:
         self._costs = self._first_costs
         self._work = promised(plan, self._costs)
         self._total = sum(self._work)
-        self._windows = Windows(plan.ranks)
+        self._base = self._first_costs.links  # of these processes, as the first compile knew them
         self._seen = 0  # windows in a row in which a move might pay
-        self._tried: tuple[float, ...] = ()  # the speeds for which cuts were compiled last
+        self._tried = _Tried()
         self._window: Window | None = None
         self._compile: NewBuild | None = None
         self._gain = 0.0
@@ -94,7 +121,7 @@ class Moves:
         """
         self.end()
         self._texts, self._guardian = texts, guardian
-        self._windows = Windows(self.plan.ranks)
+        self._windows, self._times = Windows(self.plan.ranks), LinkTimes(self._base)
         self._seen, self._start = 0, None
         if not self.rows or self.rows[-1]["seconds"] is not None:  # else the time of a move goes on
             self._begun = time.monotonic()
@@ -130,7 +157,8 @@ class Moves:
         """
         assert self._compile is not None
         build, self._compile = self._compile, None
-        return self._go_on(build, f"speeds {numbers(self._tried)}", self._tried, self._gain)
+        because = "; ".join((f"speeds {numbers(self._tried.speeds)}", *self._slower()))
+        return self._go_on(build, because, self._tried.speeds, self._gain)
 
     def back(self, error: FxpipeError) -> RunOptions | None:
         """The workers could not begin under the new cuts: the options with which they go on under the earlier ones.
@@ -168,8 +196,9 @@ class Moves:
             raise error
         take = f"{ranks - 1} workers take" if ranks > 2 else "one worker takes"
         warn(f"{error}\n  {take} over, after step {step_before(newest)} of {furthest} begun, when cuts are compiled")
+        self._base = Links(*self._base.slowest(ranks), self._base.copy)
         with Guardian() as guardian:
-            build = self._new_build(ranks - 1, (), guardian)
+            build = self._new_build(ranks - 1, _Tried((), self._base), guardian)
             try:
                 while not build.ended():
                     if requests.asked:
@@ -195,19 +224,36 @@ class Moves:
             if self._compile.ended():
                 self._decide(self._compile)
             return
+        ranks = self.plan.ranks
+        for rank in range(ranks):
+            self._times.add(rank, self._texts.read(TIMES.format(rank)))
         if (window := self._windows.add(signs)) is None:
             return
-        most, speeds = window.most(self._work), window.speeds(self._work)
-        worth = most >= GAIN and self._pays(most, window) and not _alike(speeds, self._tried)
+        links, slower = replaced(self._costs.links, self._base, ranks, self._times.measured())
+        self._times.clear()
+        most, found = max(window.most(self._work), slower), _Tried(window.speeds(self._work), links)
+        worth = most >= GAIN and self._pays(most, window) and not found.like(self._tried)
         self._seen = self._seen + 1 if worth else 0
         if self._seen == WINDOWS:
-            self._seen, self._window, self._tried = 0, window, speeds
-            say(f"the workers' speeds are {numbers(speeds)} after step {window.step}: other cuts are compiled")
-            self._compile = self._new_build(self.plan.ranks, speeds, self._guardian)
+            self._seen, self._window, self._tried = 0, window, found
+            speeds = f"the workers' speeds are {numbers(found.speeds)} after step {window.step}"
+            say(f"{'; '.join((speeds, *self._slower()))}: other cuts are compiled")
+            self._compile = self._new_build(ranks, found, self._guardian)
 
-    def _new_build(self, workers: int, speeds: Sequence[float], guardian: Guardian) -> NewBuild:
-        options = dataclasses.replace(self.options, build=self._built)
-        return NewBuild(options, self._first, self._first_costs, workers, speeds, guardian)
+    def _slower(self) -> list[str]:
+        """The links that are other than at the compile, each in words."""
+        found, base, links = [], self._base, self._tried.links
+        for a, b in permutations(range(self.plan.ranks), 2):
+            (rate, latency), (known, least) = links.of(a, b), base.of(a, b)
+            text = [f"{rate * 8e-6:.4g} of {known * 8e-6:.4g} Mbit/s"] if rate != known else []
+            text += [f"{latency * 1e3:.3g} ms of latency"] if latency != least else []
+            found += [f"link {a}→{b} {', '.join(text)}"] if text else []
+        return found
+
+    def _new_build(self, workers: int, found: _Tried, guardian: Guardian) -> NewBuild:
+        options, costs = dataclasses.replace(self.options, build=self._built), self._first_costs
+        costs = dataclasses.replace(costs, links=found.links)
+        return NewBuild(options, self._first, costs, workers, found.speeds, guardian)
 
     def _decide(self, build: NewBuild) -> None:
         """Ask the workers to end if the new cuts are worth it."""
@@ -252,15 +298,17 @@ class Moves:
         return plan
 
     def _assumed(self, plan: Plan, costs: BuildCosts) -> BuildCosts:
-        """A build's costs at the measured speeds, from its nodes: its stages were timed next to the run."""
+        """A build's costs with what was measured, from its nodes: its stages were timed next to the run."""
         times = tuple(worker.time for worker in costs.workers) if costs.times else ()
         scale = sum(promised(plan, costs)) / self._total  # so may have been its nodes
-        return dataclasses.replace(costs, times=times, speeds=tuple(speed * scale for speed in self._tried))
+        speeds = tuple(speed * scale for speed in self._tried.speeds)
+        return dataclasses.replace(costs, times=times, speeds=speeds, links=self._tried.links)
 
     def _stay(self, build: NewBuild) -> None:
         build.give_up()
         self._compile = None
         self._windows.clear()
+        self._times.clear()
 
     def _pays(self, gain: float, window: Window) -> bool:
         """Whether the steps that are left save more seconds than a move takes; yes if their number is not known."""
@@ -321,14 +369,6 @@ def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
             "--on-loss replan goes on from a checkpoint, and the run saves none",
             hint="--checkpoint-every N, or a time",
         )
-
-
-def _alike(speeds: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether all speeds have nearly the same ratios."""
-    if len(speeds) != len(others):
-        return False
-    ratios = [one / other for one, other in zip(speeds, others, strict=True)]
-    return max(ratios) / min(ratios) < 1 + ALIKE
 
 
 def units_of(plan: Plan) -> str:

@@ -21,7 +21,6 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import links_toml
-from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.guardian import Guardian
 
@@ -37,7 +36,7 @@ class NewBuild:
 
     Args:
         options: of the run.
-        plan, costs: of the build that the run was started with.
+        plan, costs: of the build that the run was started with; but `costs.links` are those to compile for.
         workers: how many processes the new build has.
         speeds: of them; empty if all are equal.
         guardian: ends the compile if this process is killed.
@@ -57,11 +56,8 @@ class NewBuild:
     ) -> None:
         self.folder = _free(Path(str(options.out)) / REBALANCED)
         _take_over(Path(options.build), self.folder)
-        links = costs.links
-        if workers != plan.ranks:
-            links = Links(*links.slowest(plan.ranks), links.copy)
         self._links, self._said = (self.folder.with_suffix(ending) for ending in (".toml", ".txt"))
-        self._links.write_text(links_toml(links))
+        self._links.write_text(links_toml(costs.links))
         model = model_path(plan, options.build, options.model_file)
         command = [
             *(sys.executable, "-m", "fxpipe", "compile", str(model), "--like", options.build),

@@ -23,10 +23,12 @@ from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
 from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange, read_offset
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.message_times import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import JointLaunch
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
+from fxpipe.runtime.wires.run_folder import TIMES
 from fxpipe.runtime.wires.throttled import ThrottledWires
 from fxpipe.runtime.wires.wired import Wires
 from fxpipe.runtime.worker.executor import Executor
@@ -119,18 +121,21 @@ class AmongProcesses(World):
         self.name = common_backend(self.device, process, plan.processes) if self._links is None else "gloo"
         with peers(process):
             exchange = options.exchange
-            self.exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange))
+            self.exchange: Exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange))
         self._others: ReplicaProcess | None = None
+        self._measures = options.rebalance
 
     def open(self, addresses: Addresses) -> None:
         plan, process = self._plan, self._process
         place = process, self.name, addresses.channels, self.device, plan.mesh, self.turns
-        if self._links is None:
-            self._wires = ProcessWires(*place)
-        else:
+        ahead = 0
+        if self._measures or self._links is not None:
             with peers(process):
-                ahead = read_offset(process, plan.processes).offset / 1e9
-            self._wires = ThrottledWires(self._links, ahead, *place)
+                ahead = read_offset(process, plan.processes).offset
+        links = self._links
+        self._wires = ProcessWires(*place) if links is None else ThrottledWires(links, ahead / 1e9, *place)
+        if self._measures and self._wires.backend == "gloo":
+            self._note(MessageTimes(ahead))
         rank, replica = plan.seat(process)
         group = replica_group(plan, process, self.name)
         notes = replica_group(plan, process, "gloo") if self.name == "nccl" else None
@@ -139,6 +144,16 @@ class AmongProcesses(World):
             agreement = notes and JointLaunch(self._wires.launching, notes, range(count), replica, 0)
             self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name, agreement)
         self.name, self.carriers = self._wires.name, self._wires.carriers
+
+    def _note(self, times: MessageTimes) -> None:
+        """From now on the times of messages are noted, and written after each beat."""
+        self._wires.times, beat, exchange = times, self.pulse.after_beat, self.exchange
+
+        def after_beat() -> None:
+            beat()
+            exchange.offer(TIMES.format(self._process), times.take())
+
+        self.pulse.after_beat = after_beat
 
     def wires(self, process: int) -> Wires:
         return self._wires

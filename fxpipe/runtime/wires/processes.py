@@ -12,10 +12,11 @@ A process may have several workers: their messages to each other stay in the pro
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from math import gcd
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.group import group_among, peers
+from fxpipe.runtime.wires.message_times import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import Communicator, JointLaunch, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
@@ -42,17 +44,28 @@ class Posted:
 
     Args:
         device: the device that a received tensor must be moved to; None if it is there.
+        waited: is called with the times from and until which it was waited for.
     """
 
     here = False  # gloo does not say before `wait`
 
-    def __init__(self, work: Work, flat: Tensor, rank: int, device: torch.device | None = None) -> None:
-        self._work, self._flat, self._rank, self._device = work, flat, rank, device
+    def __init__(
+        self,
+        work: Work,
+        flat: Tensor,
+        rank: int,
+        device: torch.device | None = None,
+        waited: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._work, self._flat, self._rank, self._device, self._waited = work, flat, rank, device, waited
 
     def wait(self, what: object = None) -> None:
         """Wait until it has left, or arrived."""
+        begin = perf_counter_ns()
         with peers(self._rank):
             self._work.wait()
+        if self._waited is not None:
+            self._waited(begin, perf_counter_ns())
 
     def take(self) -> Tensor:
         """What was received."""
@@ -73,6 +86,7 @@ class ProcessWires:
         name: how messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'.
         carriers: what carries them in each direction of the plan.
         launching: the lock with which this process launches kernels of NCCL (see `nccl_lines`).
+        times: notes what goes over gloo; None if nothing measures the links.
     """
 
     shares = True
@@ -96,6 +110,7 @@ class ProcessWires:
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
         self.launching = threading.Lock()
+        self.times: MessageTimes | None = None
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
         self._on_cpu, self._shared = device.type == "cpu", NONE
@@ -119,6 +134,8 @@ class ProcessWires:
             self._shared.senders[rank].send(tag, flat)
             return None
         flat = flat.cpu() if self.staged else flat
+        if self.times is not None:
+            self.times.sent(rank, tag, flat.nbytes)
         return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat, self.rank)
 
     def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Receive:
@@ -129,7 +146,8 @@ class ProcessWires:
             return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
-        return Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target)
+        waited = None if self.times is None else self.times.expected(rank, tag)
+        return Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target, waited)
 
     def close(self) -> None:
         """No more messages through shared memory."""

@@ -25,6 +25,9 @@ ASKED, MOVE = "asked", "move"
 """The name of a text that asks the run to stop after one more checkpoint, and its content if it is then started again
 under other cuts."""
 
+TIMES = "times-{}"
+"""The name of the text with what a process has noted of its messages (see `message_times`)."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from fxpipe.errors import FxpipeError, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.planner.costs_file import read_costs
+from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import measured_speeds, moves
+from fxpipe.runtime.process import measured_links, measured_speeds, moves
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.moves import Moves
@@ -76,6 +78,10 @@ made: list[Compiled] = []
 """The last is what a compile makes."""
 
 
+compiled_for: list[Links] = []
+"""The links of compiles."""
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
     """The speeds for which a run has had cuts compiled."""
@@ -83,9 +89,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
 
     def new_build(options: Any, plan: Any, costs: Any, workers: int, speeds: Any, guardian: Any) -> Compiled:
         found.append(tuple(round(speed, 2) for speed in speeds))
+        compiled_for.append(costs.links)
         return made[-1]
 
     made.clear()
+    compiled_for.clear()
     monkeypatch.setattr(moves, "NewBuild", new_build)
     return found
 
@@ -127,6 +135,25 @@ def test_a_slower_worker_gives_units_away(build: Path, tmp_path: Path, asked: An
     assert found.asked
     assert texts.read(ASKED) == MOVE
     assert "other cuts are compiled" in capfd.readouterr().err
+
+
+def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    made.append(Compiled(build))
+    found, texts = watched(build, tmp_path)
+    known, second = found._first_costs.links, measured_links.SECOND
+    for windows in range(3):
+        sent = [(1, k * second // 2, 5, k, 10**6, k * 10**6, k) for k in range(20 * windows, 20 * windows + 20)]
+        came = [(0, at + second // 2, tag, k, 0) for _, at, tag, k, *_ in sent]
+        texts.write("times-0", json.dumps({"sent": sent, "came": []}))
+        texts.write("times-1", json.dumps({"sent": [], "came": came}))
+        trains(found, promised(build), (1.0, 1.0), 1, begin=windows)
+        assert len(asked) == (windows > 0), "one window may be a hiccup; and a link is tried once"
+    (links,) = compiled_for
+    assert asked == [(1.0, 1.0)]
+    assert links.of(0, 1) == (pytest.approx(2e6, rel=0.01), known.latency)
+    assert (links.of(1, 0), links.copy) == (known.of(1, 0), known.copy)
+    said = capfd.readouterr().err
+    assert "speeds are 1.00, 1.00 after step 55; link 0→1 16 of 2.4e+04 Mbit/s: other cuts are compiled" in said
 
 
 def test_a_move_that_saves_too_little_is_not_made(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
@@ -244,6 +271,29 @@ def test_units_move_without_a_change_of_a_bit(tmp_path: Path, monkeypatch: pytes
     resumed = RunOptions(summary["build"]["folder"], threads=1, resume=str(saved), out=str(tmp_path / "by"))
     run_local(resumed)
     assert weights(tmp_path / "by") == weights(tmp_path / "out")
+
+
+@SLOW
+@pytest.mark.multiproc
+def test_units_move_from_a_link_that_became_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """To the one narrow place, where nearly all is on one worker."""
+    build = moving_build(tmp_path, STEPS, widths=(12, 12, 256, 256, 256, 256, 12), bandwidth="400Mbit")
+    options = RunOptions(str(build), threads=1, rebalance=True, throttle="400Mbit")
+    run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False, throttle=None))
+    for mark in ("slow", "slow-link"):
+        (tmp_path / mark).touch()
+    monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(measured_speeds.Window, "most", lambda *_: 0.0)
+    for module, least in ((measured_speeds, "SAMPLES"), (measured_links, "SECONDS")):
+        monkeypatch.setattr(module, least, 1)
+    summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
+    (move,) = summary["moves"]
+    assert move["gain"] > 0.1
+    assert re.match(r"speeds 1\.00, 1\.00; link 0→1 [345]\.\d+ of 400 Mbit/s", move["because"])
+    costs = read_costs(tmp_path / "out/rebalanced/1", read_plan(tmp_path / "out/rebalanced/1"))
+    assert costs is not None
+    assert costs.links.bandwidth_of(0, 1) == pytest.approx(5e7 / 100, rel=0.3)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
 @SLOW
