@@ -429,36 +429,28 @@ def _as_json(
     simulation: Simulation,
     staleness: Staleness,
 ) -> dict[str, Any]:
-    plan = build.plan
-    from fxpipe.inspection.batches import microbatch_facts, shape_facts
-    from fxpipe.inspection.codecs import codec_facts, outer_facts
-    from fxpipe.inspection.evaluation import evaluation_facts
-    from fxpipe.observe.rates import samples_of
+    from fxpipe.inspection.codecs import codec_facts
+    from fxpipe.inspection.facts import build_facts
+    from fxpipe.inspection.subject import subject_of
 
-    samples = samples_of(plan)
+    plan, facts = build.plan, build_facts(subject_of(build))
     result: dict[str, Any] = {
         "out": out,
-        "schedule": plan.schedule,
-        "policy": plan.policy,
-        "microbatches": plan.microbatches,
+        **{name: facts[name] for name in ("schedule", "policy", "microbatches")},
         "dp": plan.dp,
-        "outer": None if plan.outer is None else dataclasses.asdict(plan.outer),
-        "outer_step": outer_facts(plan),
-        "microbatch_loss": microbatch_facts(plan),
-        "shapes": shape_facts(plan),
-        "padding": [dataclasses.asdict(rule) for rule in plan.padding],
+        **{name: facts[name] for name in ("outer", "outer_step", "microbatch_loss", "shapes", "padding")},
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],
         "partitions": {p.mode: p.efficiency for p in build.costs.partitions},
-        "cuts": build.costs.partitions[-1].mode if build.costs.partitions else "pinned",
+        "cuts": facts["cuts"],
         "forecast": {
-            "samples_per_second": simulation.samples_per_second(samples),
+            "samples_per_second": simulation.samples_per_second(facts["samples"]),
             "milliseconds": 1e3 * simulation.seconds_per_minibatch,
             "bubble": simulation.bubble,
         },
         "staleness": dataclasses.asdict(staleness),
-        "evaluation": evaluation_facts(plan),
+        "evaluation": facts["evaluation"],
         "workers": [_milliseconds(w) for w in build.costs.workers],
         "times": [
             {**dataclasses.asdict(measured), "nodes": [w.time.forward, w.time.backward + w.time.weight]}
