@@ -144,12 +144,16 @@ class _Births(_StayOnMeta):
 
 def _forget_value(parameter: nn.Parameter) -> None:
     """Move the parameter to the meta device; it stays the same object, so ties and lists of it stay valid."""
-    if parameter.is_meta or is_lazy(parameter):
-        return
+    if not parameter.is_meta and not is_lazy(parameter):
+        torch.utils.swap_tensors(parameter, valueless(parameter))
+
+
+def valueless(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same type on the meta device, with the attributes that the given one has."""
     made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     made.__class__ = type(parameter)
-    made.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, made)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.random_state import random_state_kept
-from fxpipe.task.meta import on_meta
+from fxpipe.task.meta import on_meta, valueless
 from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
 from fxpipe.task.several_optimizers import parts_of
 
@@ -113,13 +113,7 @@ class ModelViews:
 
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the module with parameters on the meta device; it takes no memory, and shares buffers and all else."""
-    known: dict[int, Any] = {}
-    for parameter in model.parameters():
-        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        made.__class__ = type(parameter)
-        vars(made).update(vars(parameter))
-        known[id(parameter)] = made
-    found: nn.Module = replaced(model, known)
+    found: nn.Module = replaced(model, {id(parameter): valueless(parameter) for parameter in model.parameters()})
     return found
 
 
