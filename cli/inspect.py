@@ -66,7 +66,11 @@ def inspect_command(
     fxpipe inspect build/ --schedule async --policy stash
     fxpipe inspect build/ --run run/ --html report.html
     """
+    from fxpipe.cli.terminal.overview import print_overview
+    from fxpipe.cli.terminal.version_grid import print_grid
+
     from fxpipe.inspection.facts import facts, value_facts
+    from fxpipe.observe.run_folder import read_run
     from fxpipe.task.model_file import task_of_build
 
     views = {"--stage": stage, "--node": node, "--html": html}
@@ -81,7 +85,7 @@ def inspect_command(
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
-    found_run = None if run is None else _read_run(Path(run), subject)
+    found_run = None if run is None else read_run(run, subject.plan.digest)
     if policy is not None and policy.split("+")[0] not in POLICIES and subject.model is not None:
         task_of_build(subject.plan, build)  # registers it
     if node is not None:
@@ -101,8 +105,10 @@ def inspect_command(
         note(f"wrote {html}")
     if as_json:
         emit_json(found)
+    elif html is None and (schedule is not None or policy is not None):
+        print_grid(found["grid"], stdout_console())
     elif html is None:
-        _print(found, schedule is not None or policy is not None, depth, edges)
+        print_overview(found, stdout_console(), depth, edges)
     return 0
 
 
@@ -128,23 +134,6 @@ def _read(build: str) -> Subject:
     if subject.stale:
         warn(f"the build is stale: since it was compiled, {', '.join(subject.stale)}")
     return subject
-
-
-def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
-    from fxpipe.observe.run_folder import read_run
-
-    found: dict[str, Any] = read_run(folder, subject.plan.digest)
-    return found
-
-
-def _print(found: dict[str, Any], grid: bool, depth: int | None, edges: bool) -> None:
-    from fxpipe.cli.terminal.overview import print_overview
-    from fxpipe.cli.terminal.version_grid import print_grid
-
-    if grid:
-        print_grid(found["grid"], stdout_console())
-    else:
-        print_overview(found, stdout_console(), depth, edges)
 
 
 def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:

@@ -101,7 +101,11 @@ def lightning_hooks(
     def make() -> nn.Module:
         made: nn.Module = module()
         made.configure_model()  # type: ignore[operator]
-        _check(made)
+        if not made.automatic_optimization:
+            raise TaskError(
+                f"{type(made).__name__} optimizes by hand (automatic_optimization = False)",
+                hint="a pipeline steps the optimizer itself: let training_step() return the loss",
+            )
         return made
 
     @functools.lru_cache(maxsize=1)
@@ -258,14 +262,6 @@ def _monitored(monitor: Any, interval: Any) -> str:
 
 def _kinds(made: Any) -> str:
     return ", ".join(type(part).__name__ for part in made) if isinstance(made, (list, tuple)) else type(made).__name__
-
-
-def _check(model: Any) -> None:
-    if not model.automatic_optimization:
-        raise TaskError(
-            f"{type(model).__name__} optimizes by hand (automatic_optimization = False)",
-            hint="a pipeline steps the optimizer itself: let training_step() return the loss",
-        )
 
 
 def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:

@@ -86,7 +86,12 @@ def _of_step(
         except CaptureError as error:
             raise _needs_more(error, batch, after, padding) from error
     if (hook := options.loss_weight) is not None:
-        yield from _weights(weight_of(hook, batch.given), weight_of(hook, after.given), place)
+        weight, padded = (weight_of(hook, one.given) for one in (batch, after))
+        if weight != padded:
+            yield (
+                f"padding changes loss_weight(batch) {place}: {weight:g} unpadded, {padded:g} padded: "
+                "do not count padding"
+            )
     if steady.unknown:
         drawn = ", ".join(sorted(steady.unknown))
         yield f"whether padding changes the loss was not compared: {drawn} cannot draw the same numbers for both"
@@ -177,11 +182,6 @@ def _metrics(what: str, own: Step, made: Step, limit: float, place: str) -> Iter
                 f"padding changes the {what} {name!r} {place}: {own.metrics[0][name]:.6g} unpadded, "
                 f"{made.metrics[0][name]:.6g} padded: leave out what is appended"
             )
-
-
-def _weights(own: float, made: float, place: str) -> Iterator[str]:
-    if own != made:
-        yield (f"padding changes loss_weight(batch) {place}: {own:g} unpadded, {made:g} padded: do not count padding")
 
 
 def _limit(parameters: Iterable[Tensor], computed: str | None) -> float:

@@ -7,6 +7,7 @@ over. Whether a process on another host is gone cannot be known here.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import shlex
@@ -20,11 +21,6 @@ from pathlib import Path
 from fxpipe.errors import BuildError
 from fxpipe.files import host_of_processes, process_began, replacing
 from fxpipe.typed_json import read
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover (not on POSIX)
-    fcntl = None  # type: ignore[assignment]
 
 _held: dict[Path, int] = {}
 """The locks of this process, each with the number of times it has been taken."""
@@ -134,8 +130,7 @@ def _take(lock: Path, folder: str | Path, option: str) -> int:
         with os.fdopen(number, "r+", encoding="utf-8", errors="replace") as file:
             # The lock is the text of the file. The kernel's lock here only protects reading and writing the text.
             with suppress(OSError):  # some file systems of clusters do not have it
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX)
             inode = os.fstat(file.fileno()).st_ino
             try:
                 if lock.stat().st_ino != inode:

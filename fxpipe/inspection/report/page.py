@@ -27,11 +27,11 @@ from fxpipe.inspection.report.model_map import model_map
 from fxpipe.inspection.report.tables import drawn
 from fxpipe.inspection.report.timeline import timeline
 from fxpipe.inspection.report.tree import tree
+from fxpipe.observe.trace import KINDS
 from fxpipe.typed_json import dumps
 
 Json = dict[str, Any]
 
-_TIMES = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
 _RUN = ("workers", "time_losses", "evaluation", "timeline")  # missing in a run that did not end
 
 
@@ -81,7 +81,7 @@ def page(facts: Json) -> str:
             tree=tree(facts),
             balance_kinds=[k for k, key in kinds if any(w[key] for p in facts["partitions"] for w in p["workers"])],
             panels=panels,
-            timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
+            timeline_kinds=[kind for kind in KINDS if any(span[1] == kind for p in panels for span in p["spans"])],
             memory=memory,
             explained=explained(facts["grid"]["rows"]) if facts["grid"]["rows"] else None,
             stale=[row | {"worker": w["worker"]} for w in workers for row in w.get("staleness") or ()],
