@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from fxpipe.passes.analysis.branches import branches_together
 from fxpipe.passes.analysis.metric_nodes import loss_itself, metric_nodes, place_metrics
 from fxpipe.passes.analysis.sources import sources_of
 from torch import fx
@@ -43,7 +44,11 @@ class Units(Pass):
         loss = loss_itself(program)
         metrics = dict.fromkeys(metric_nodes(program) if loss is not None else ())
         counted = [n for n in nodes if n not in metrics]
-        units = _forward([n for n in counted if info(n).phase == "F"], sources_of(program).cheap, buffers)
+        forward, sources = [n for n in counted if info(n).phase == "F"], sources_of(program)
+        calls = [n for n in forward if n not in sources.cheap]
+        if loss is not None:
+            calls = branches_together(program, calls, sources)
+        units = _forward(forward, calls, sources.cheap, buffers)
         if loss is not None:
             _backward([n for n in nodes if info(n).phase == "B"], counted, info(loss).unit)
             own = {p.node for p in program.parameters} | {b.node for b in program.buffers}
@@ -56,11 +61,11 @@ class Units(Pass):
         return replace(program, level=self.provides, units=tuple(units))
 
 
-def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node, fx.Node]) -> list[str]:
+def _forward(
+    nodes: list[fx.Node], calls: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node, fx.Node]
+) -> list[str]:
     units: list[str] = []
-    for node in nodes:
-        if node in sources:
-            continue
+    for node in calls:
         if is_getitem(node) or node.meta.get(CORRECTS):
             info(node).unit = info(node.all_input_nodes[0]).unit
         elif is_view(node) and units:

@@ -201,7 +201,7 @@ MODELS = {
         small_models.Case("lstm", Recurrent, CLASSIFY, _words, ("embed", "layers.0", "head")),
         small_models.Case("function", Functions, counted, VECTORS, FUNCTIONS),
         _class_of("dict"),
-        small_models.Case("towers", towers.Towers, towers.loss, towers.batch_of, towers.CUTS),
+        small_models.Case("towers", lambda: towers.Towers(in_turns=True), towers.loss, towers.batch_of, towers.CUTS),
         small_models.Case("texts", padded_texts.Reader, padded_texts.loss,
                           lambda size: padded_texts.batch_of(8, samples=size),
                           ("embed", "query", "key", "value", "norm", "head")),

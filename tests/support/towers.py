@@ -28,14 +28,20 @@ class Head(nn.Module):
 
 
 class Towers(nn.Module):
-    """With `frozen`, nothing of the right tower is trained: no gradient goes there."""
+    """With `frozen`, nothing of the right tower is trained: no gradient goes there. With `in_turns`, the towers'
+    layers take turns."""
 
-    def __init__(self, frozen: bool = False) -> None:
+    def __init__(self, frozen: bool = False, in_turns: bool = False) -> None:
         super().__init__()
         self.left, self.right, self.head = tower(4), tower(3), Head()
         self.right.requires_grad_(not frozen)
+        self.in_turns = in_turns
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.in_turns:
+            for left, right in zip(self.left, self.right, strict=True):
+                x, y = left(x), right(y)
+            return self.head(x, y)
         left = self.left(x)
         return self.head(left, self.right(y))
 

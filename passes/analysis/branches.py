@@ -1,0 +1,72 @@
+"""Branches of a model whose code computes them in turns: an order in which each of them is in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, pairwise
+
+from fxpipe.passes.analysis.sources import Sources
+from torch import fx
+
+from fxpipe.costs.analytic import analytic_seconds
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import Program
+from fxpipe.planner.device import CPU
+
+LEAST = 1 / 16
+"""The least work of a branch that is put together, as a share of the whole forward's: half of one of eight workers'."""
+
+
+@dataclass
+class _Branch:
+    """Calls that depend on each other, with the places of the first and the last in the program."""
+
+    nodes: list[fx.Node]
+    first: int
+    last: int
+
+
+def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sources) -> list[fx.Node]:
+    """Forward calls in an equivalent order, in which branches with much work do not take turns.
+
+    A branch begins with the batch and ends where a call reads several branches. Calls that read the same parameter or
+    updated buffer are in one branch, since they should be on one worker, and so are all that draw random numbers: they
+    keep their order.
+
+    Args:
+        nodes: in the order of the program, without those that are cheap to make again from the batch or from weights.
+    """
+    shared = {p.node for p in program.parameters} | set(program.updates())
+    seconds = cache(lambda node: analytic_seconds(node, CPU))
+    place = {node: i for i, node in enumerate(nodes)}
+    branch_of: dict[fx.Node, _Branch] = {}
+    latest: dict[str, fx.Node] = {}  # the last call that read a parameter or buffer, or that drew
+    for i, node in enumerate(nodes):
+        read = _branches(node.all_input_nodes, branch_of)
+        if any(later.first < branch.last for branch, later in pairwise(read)):
+            least = LEAST * sum(map(seconds, nodes))
+            large = [sorted(b.nodes, key=place.__getitem__) for b in read if sum(map(seconds, b.nodes)) >= least]
+            order = list(chain.from_iterable(large))
+            place |= zip(order, sorted(place[n] for n in order), strict=True)
+        leaves = chain.from_iterable(sources.leaves.get(n, (n,)) for n in node.all_input_nodes)
+        keys = [*(n.name for n in leaves if n.name in shared), *(["random numbers"] if is_random(node) else [])]
+        joined = _branches([*node.all_input_nodes, *(latest[key] for key in keys if key in latest)], branch_of)
+        branch = max(joined, key=lambda b: len(b.nodes), default=_Branch([], i, i))
+        for other in joined:
+            if other is not branch:
+                branch.nodes += other.nodes
+                branch.first = min(branch.first, other.first)
+                branch_of |= dict.fromkeys(other.nodes, branch)
+        branch.nodes.append(node)
+        branch.last = i
+        branch_of[node] = branch
+        latest |= dict.fromkeys(keys, node)
+    return sorted(nodes, key=place.__getitem__)
+
+
+def _branches(nodes: Iterable[fx.Node], branch_of: Mapping[fx.Node, _Branch]) -> list[_Branch]:
+    """The branches of these calls, in the order in which they begin."""
+    found = {id(branch_of[n]): branch_of[n] for n in nodes if n in branch_of}
+    return sorted(found.values(), key=lambda b: b.first)
