@@ -7,6 +7,7 @@ from typing import Any
 
 from fxpipe.inspection.formats import count, number, plural, share, size, text
 from fxpipe.runtime.options import SHOWN
+from fxpipe.schedule.graph import graph_text
 
 Json = dict[str, Any]
 
@@ -26,6 +27,8 @@ def settings(build: Json) -> list[tuple[str, str]]:
     unset = {"autocast": None, "params": None, "codec": "none"}
     own = [(f"setting {name}", text(row["value"])) for name, row in build["settings"].items()]
     shown = [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
+    name, _, order = graph_text(tuple(map(tuple, build["graph"]))).partition(": ")
+    shown += [(name, order)] if order else []
     return shown + own + ([("arguments", " ".join(build["arguments"]))] if build["arguments"] else [])
 
 

@@ -33,6 +33,7 @@ def test_the_head_has_the_numbers_that_matter(page: Any) -> None:
     ):  # fmt: skip
         assert words in head, words
     assert "autocast" not in head
+    assert "side by side" not in head
     assert "seed 0" in page.text("#run")
 
 
@@ -41,6 +42,12 @@ def test_the_options_of_a_run_are_shown_where_it_has_them(written: Any) -> None:
     shown = written(facts | {"run": facts["run"] | {"clip_norm": 0.5, "ema": None}}).text("#run")
     assert "clip norm 0.5" in shown
     assert "ema" not in shown
+
+
+def test_workers_that_run_branches_side_by_side_are_named(written: Any) -> None:
+    facts = made_facts(workers=3, blocks=1)
+    facts["build"]["graph"] = [[], [], [0, 1]]
+    assert "side by side workers 0 → 2, 1 → 2" in written(facts).text("#top")
 
 
 def test_cuts_of_their_own_are_told_where_units_are_apart(page: Any, written: Any) -> None:
