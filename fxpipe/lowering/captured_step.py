@@ -16,7 +16,7 @@ from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, f
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
-from fxpipe.schedule.base import divisors
+from fxpipe.schedule.base import Schedule, divisors
 from fxpipe.schedule.versions import most_missed
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
@@ -31,12 +31,14 @@ class CapturedStep:
         whole_loss: the pass that makes the microbatches' losses the whole batch's; None for one microbatch.
         shapes: the captured steps of minibatches of other shapes.
         options: as asked, with the number of microbatches.
+        few: the warning that there are few microbatches, for the schedule that a build has; '' if that costs little.
     """
 
     program: Program
     whole_loss: WholeLoss | None
     shapes: tuple[CapturedShape, ...]
     options: CompileOptions
+    few: Callable[[Schedule], str] = lambda schedule: ""
 
 
 def captured_step(
@@ -94,29 +96,13 @@ def _chosen(
         if decided is not None and decided.own_count == 1:
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
-        late = _late(step.options)
-        return _late_warned(
-            step,
-            f"the batch stays whole, so that forwards miss up to {late} updates; "
-            f"{'several' if decided is None else decided.count} microbatches are not possible: {error.what}",
-            "--microbatches says what can be done about it",
-        )
-    late = _late(step.options)
-    if late <= 1:
-        return step
+        why = f"{'several' if decided is None else decided.count} microbatches are not possible: {error.what}"
+        return _late(step, why, "--microbatches says what can be done about it")
     if step.options.count < without.count:
-        return _late_warned(
-            step,
-            f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates; {without.count} microbatches "
-            f"do not divide the last, smaller batch of an epoch ({last})",
-            f"drop_last=True gives {without.count}",
-        )
-    return _late_warned(
-        step,
-        f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates; its samples cannot be cut into "
-        f"about {options.workers} equal microbatches",
-        f"with a batch size that is a multiple of {options.workers}, they miss 1",
-    )
+        why = f"{without.count} microbatches do not divide the last, smaller batch of an epoch ({last})"
+        return _late(step, why, f"drop_last=True gives {without.count}")
+    why = f"its samples cannot be cut into about {options.workers} equal microbatches"
+    return _late(step, why, f"with a batch size that is a multiple of {options.workers}, they miss 1")
 
 
 def _decided(
@@ -146,14 +132,31 @@ def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
     Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al. 2019,
     GPipe, section 2.3).
     """
-    count, others = step.options.count, step.options.workers - 1
-    idle, less = (others / (m + others) for m in (count, usual))
-    text = (
-        f"{_pieces(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} microbatches would leave "
-        f"{less:.0%}, but do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the DataLoader "
-        f"gives {usual}, or choose a batch size that leaves no such rest"
-    )
-    return _warned(step, text)
+    count = step.options.count
+
+    def few(schedule: Schedule) -> str:
+        others = min(max(schedule.depths), schedule.ranks - 1)
+        idle, less = (others / (m + others) for m in (count, usual))
+        return (
+            f"{_pieces(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} microbatches would "
+            f"leave {less:.0%}, but do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the "
+            f"DataLoader gives {usual}, or choose a batch size that leaves no such rest"
+        )
+
+    return replace(step, few=few)
+
+
+def _late(step: CapturedStep, why: str, hint: str) -> CapturedStep:
+    """With a warning of late weights if forwards miss more than one update, which also says what they cost where that
+    was studied."""
+
+    def few(schedule: Schedule) -> str:
+        late = most_missed(schedule)
+        cost = lost_by(step.options.policy or SpecTrain.name, late)
+        what = f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates"
+        return "; ".join([what, why, *([cost] if cost else []), hint]) if late > 1 else ""
+
+    return replace(step, few=few)
 
 
 def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch, last: Batch) -> CapturedStep:
@@ -170,17 +173,6 @@ def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch, l
     except FxpipeError as error:
         return _warned(step, left_out.format(error.what))
     return replace(step, shapes=(*step.shapes, replace(shape, left_out=left_out)))
-
-
-def _late(options: CompileOptions) -> int:
-    """How many updates a forward misses, at most."""
-    return most_missed(options.made_schedule)
-
-
-def _late_warned(step: CapturedStep, what: str, hint: str) -> CapturedStep:
-    """The step with a warning of late weights, which also says what they cost where that was studied."""
-    cost = lost_by(step.options.policy or SpecTrain.name, _late(step.options))
-    return _warned(step, "; ".join([what, *([cost] if cost else []), hint]))
 
 
 def _warned(step: CapturedStep, text: str) -> CapturedStep:

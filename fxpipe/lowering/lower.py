@@ -32,6 +32,7 @@ from fxpipe.passes import front_passes
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
+from fxpipe.schedule import of_plan
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
@@ -114,9 +115,12 @@ def compile(
         observers=observers,
         say=say,
     )
+    few = step.few(of_plan(build.plan))
     plan = replace(build.plan, padding=padding)
     hooks = StepHooks.of_compiled(model, loss, options.loss_weight)
-    return replace(build, model=bare, hooks=hooks, plan=plan, warnings=(*doubts, *build.warnings))
+    return replace(
+        build, model=bare, hooks=hooks, plan=plan, warnings=(*doubts, *([few] if few else []), *build.warnings)
+    )
 
 
 def _refuse_sync_batch_norm(model: nn.Module, options: CompileOptions) -> None:

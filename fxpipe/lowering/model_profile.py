@@ -42,6 +42,7 @@ class StepProfile:
     def input(self) -> PlanInput:
         """The input of the planner."""
         program, optimizer, count = self.program, self.costs_of_whole.optimizer, self.step.options.count
+        few = self.step.few(self.step.options.made_schedule)
         first = next(b.leaf.tensor for b in self.step.program.batch if b.leaf.tensor is not None)
         return PlanInput(
             self.whole,
@@ -50,7 +51,7 @@ class StepProfile:
             (first.shape[0] if first.shape else 1) * count,
             optimizer,
             program.device,
-            (*program.warnings, *([optimizer.doubt] if optimizer.doubt else [])),
+            (*program.warnings, *([few] if few else []), *([optimizer.doubt] if optimizer.doubt else [])),
             program.batch_norm,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import towers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,6 +90,23 @@ def test_a_batch_too_small_for_so_many_says_what_that_costs(
     assert f"its samples cannot be cut into about {workers} equal microbatches; " in warning
     assert f"where forwards missed {studied} (benchmarks/accuracy); " in warning
     assert warning.endswith(f"with a batch size that is a multiple of {workers}, they miss 1")
+
+
+def towers_built(cuts: Sequence[str], samples: int, **options: Any) -> list[str]:
+    options = {"workers": len(cuts) + 1, "forward_at": cuts, "cost": "analytic"} | options
+    return about_microbatches(fxpipe.compile(towers.Towers(), towers.loss, towers.batch_of(samples), **options))
+
+
+def test_branches_side_by_side_miss_fewer_updates() -> None:
+    (warning,) = towers_built(towers.CUTS[1:4], 31)
+    assert "so that forwards miss up to 2 updates; " in warning
+    assert "where forwards missed 2 (benchmarks/accuracy); " in warning
+    assert not towers_built(towers.CUTS[2:5:2], 31), "they miss 1, as with more microbatches"
+
+
+def test_branches_side_by_side_are_idle_for_less_time() -> None:
+    (warning,) = towers_built(towers.CUTS[1:4], 25, schedule="1f1b", last=towers.batch_of(4))
+    assert "workers idle about 67% of the time; 5 microbatches would leave 29%, but " in warning
 
 
 def test_what_is_asked_is_not_warned_of() -> None:
