@@ -61,12 +61,11 @@ def build_model(
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
-    from fxpipe.lowering.first_of_each import first_of_each, last_of_epoch
+    from fxpipe.lowering.first_of_each import batches_to_compile
     from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
     from fxpipe.settings import pairs
-    from fxpipe.task.batch import Batch
     from fxpipe.task.captured import captured_of, source_digests
     from fxpipe.task.splitter import splitter_of
 
@@ -92,21 +91,13 @@ def build_model(
         held_out = _batches("eval_data", task.eval_data, task, made.seed)
         evaluation = task.metrics, held_out, task.metrics_of_all if task.gathers else None
     with working("compiling") as say:
-        batches = [Batch.of(batch, options.constant_batch) for batch in first.batches]
-        read, last = dataclasses.replace(first, batches=batches).apart()
-        padding = options.padding(batches)
-        told = list(first_of_each([batches[0], *read], padding))[1:]
-        if made.device is not None:  # only what is compiled or compared, not all that was read
-            told, last = [batch.on(made.device) for batch in told], last and last.on(made.device)
-        example = batches[0].padded(padding)
-        shapes = [batch.padded(padding) for batch in told]
-        last = last_of_epoch(first, last, [example, *shapes], padding, options.cut(example).dims)
+        (batch, *shapes), last = batches_to_compile(first, options, made.device)
         say("capturing, costing and cutting")
-        more: dict[str, Any] = {"shapes": told, "last": last, "evaluation": evaluation, "observers": observers}
-        build = compile(model, task.loss, batches[0], options, **more, say=say)
-        padded = [*shapes, *([] if last is None else [last.padded(padding)])]
+        more: dict[str, Any] = {"shapes": shapes, "last": last, "evaluation": evaluation, "observers": observers}
+        build = compile(model, task.loss, batch, options, **more, say=say)
+        padded = [one.padded(build.plan.padding) for one in (*shapes, *([] if last is None else [last]))]
         compiled = [next(filter(splitter_of(one).fits, padded)) for one in build.plan.of_shapes[1:]]
-        seen = len([batch for batch in compiled if batch in shapes]) + 1
+        seen = len([one for one in compiled if one in padded[: len(shapes)]]) + 1
         doubts = [MANY_SHAPES.format(len(first.batches), seen)] if seen > 2 else []
         if options.cost == "measured":
             build = _timed(build, first.batches[0], task, options.threads or 1, say)

@@ -7,8 +7,9 @@ from typing import Any
 
 from fxpipe.errors import BatchError
 from fxpipe.ir.program import Program
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.spec import PadSpec
-from fxpipe.task.batch import Batch, Dims
+from fxpipe.task.batch import Batch
 from fxpipe.task.first_batches import FirstBatches, shortened
 from fxpipe.task.splitter import Splitter
 
@@ -35,20 +36,33 @@ def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = (), val
             yield batch
 
 
-def last_of_epoch(
-    first: FirstBatches, found: Batch | None, known: Sequence[Batch], padding: Sequence[PadSpec], dims: Dims
-) -> Batch | None:
-    """A batch as small as the last one of an epoch; None if that has a known shape, or cannot be made from the others.
+def batches_to_compile(
+    read: FirstBatches, options: CompileOptions, device: str | None = None
+) -> tuple[list[Batch], Batch | None]:
+    """The first batch and the first of each other shape, unpadded; and a batch as small as the last one of an epoch.
+
+    The latter is None if it has a shape of the others, or cannot be made from them where it was not read itself.
 
     Args:
-        found: the last one itself, if it was read.
-        known: a batch of every known shape, padded.
-        dims: where the first of them is cut.
+        device: all but the first batch are moved there.
+
+    Raises:
+        BatchError: a batch is not a pytree of tensors.
     """
-    last = shortened(known[0], first, dims) if found is None else found
-    if last is None:
-        return None
-    return last if len(list(first_of_each([*known, last.padded(padding)]))) > len(known) else None
+    batches = [Batch.of(batch, options.constant_batch) for batch in read.batches]
+    padding = options.padding(batches)
+    whole, last = batches, None
+    if read.last is not None and len(batches) == read.length:
+        *whole, last = batches
+    known = list(first_of_each([batches[0], *whole[1:]], padding))
+    if device is not None:  # only what is compiled or compared, not all that was read
+        known[1:] = [batch.on(device) for batch in known[1:]]
+        last = last and last.on(device)
+    padded = [batch.padded(padding) for batch in known]
+    last = last or shortened(padded[0], read, options.cut(padded[0]).dims)
+    if last is not None and len(list(first_of_each([*padded, last.padded(padding)]))) == len(known):
+        last = None
+    return known, last
 
 
 def check_number(batches: Sequence[Any], data: str, hint: str) -> None:

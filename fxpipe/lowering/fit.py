@@ -19,7 +19,7 @@ from torch import nn
 
 from fxpipe.build.build import Build
 from fxpipe.errors import FxpipeError, TaskError, first_line, near
-from fxpipe.lowering.first_of_each import first_of_each, last_of_epoch
+from fxpipe.lowering.first_of_each import batches_to_compile
 from fxpipe.lowering.lower import compile
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.messages import say, warn
@@ -28,7 +28,6 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
-from fxpipe.task.batch import Batch
 from fxpipe.task.first_batches import first_batches, generator_of
 from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
@@ -183,17 +182,12 @@ def _compiled(model: nn.Module, task: Task, options: CompileOptions) -> Build:
         first = first_batches(data, options.scan)
     if not first.batches:
         raise TaskError("data has no batch", hint="give a list of batches, or a DataLoader that has some")
-    batches = [Batch.of(batch, options.constant_batch) for batch in first.batches]
-    read, found = replace(first, batches=batches).apart()
-    padding = options.padding(batches)
-    _, *shapes = known = list(first_of_each([batches[0], *read], padding))
-    padded = [batch.padded(padding) for batch in known]
-    last = last_of_epoch(first, found, padded, padding, options.cut(padded[0]).dims)
+    (batch, *shapes), last = batches_to_compile(first, options)
     evaluation = None
     if task.validates:
         evaluation = task.metrics, task.eval_data(), task.hooks.metrics_of_all
     say(f"compiling for {options.workers} workers")
-    build = compile(model, task.loss, first.batches[0], options, shapes=shapes, last=last, evaluation=evaluation)
+    build = compile(model, task.loss, batch, options, shapes=shapes, last=last, evaluation=evaluation)
     for warning in build.warnings:
         warn(warning)
     return build

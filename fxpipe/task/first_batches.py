@@ -29,12 +29,6 @@ class FirstBatches:
     size: int | None = None
     last: int | None = None
 
-    def apart(self) -> tuple[list[Any], Any]:
-        """The batches after the first, and separately the smaller last one of an epoch, if it is among them."""
-        if self.last is None or len(self.batches) != self.length:
-            return self.batches[1:], None
-        return self.batches[1:-1], self.batches[-1]
-
 
 def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
     """At most `count` batches, read in one go; the first is a copy if more are read, which may reuse its memory."""
