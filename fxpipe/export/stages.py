@@ -5,10 +5,10 @@ stage_k.py ─pure─→ part ─convert─→ names, metadata, weights ─→ f
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,10 +26,10 @@ from fxpipe.export.target import check_export_target, check_opset, check_package
 from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
-from fxpipe.plan.spec import FUNCTIONS, Phase
+from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
 from fxpipe.random_state import torch_state_kept
 from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
-from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.loaded import LoadedStage, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.stages.part_call import Function, PartCall, PartResult
@@ -92,8 +92,9 @@ def export(
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
     with replacing_alone(Path(folder)) as fresh, torch_state_kept(), torch.no_grad(), without_codecs():
-        job = _Export(build, values, fresh, weights, opset, seed, say)
-        for stage in job.stages:
+        stages = load_stages(plan, build.folder or build.files)
+        job = _Export(plan, build.tensors, stages, values, fresh, weights, opset, seed, say)
+        for stage in stages:
             if stage.edited:
                 warn(f"{stage.path.name} was edited since it was compiled; the edited version is exported")
         job.parts()
@@ -114,42 +115,34 @@ def _stage_order(name: str) -> tuple[int, int]:
     return (int(stage.rpartition("_")[2]), order.index(function)) if function else (0, 0)
 
 
+@dataclass
 class _Export:
     """One export: runs the parts one after the other on the example, and makes a file of each.
 
     Attributes:
+        batch: its first microbatch, by leaf.
+        folder: where the files are written.
         empty: names of the parts that compute nothing.
         ran: the parts that were run, by worker and phase.
         example, expected: by names of part and row, the values that the pipeline is run on and those that it should
             compute.
     """
 
-    def __init__(
-        self,
-        build: Build,
-        batch: Mapping[str, Tensor],
-        folder: Path,
-        form: WeightsForm,
-        opset: int,
-        seed: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self.plan = build.plan
-        self.tensors = build.tensors
-        self.batch = batch
-        self.folder = folder
-        self.form: WeightsForm = form
-        self.opset = opset
-        self.seed = seed
-        self.say = say
-        self.stages = load_stages(self.plan, build.folder or build.files)
-        self.updated = {buffer.name for buffer in self.plan.buffers if buffer.home is not None}
-        self.files: list[ExportedFile] = []
-        self.empty: list[str] = []
-        self.ran: dict[tuple[int, Phase], PurePart] = {}
-        self.converted: list[Converted] = []
-        self.example: dict[tuple[str, str], Tensor] = {}
-        self.expected: dict[tuple[str, str], Tensor] = {}
+    plan: Plan
+    tensors: Mapping[str, Tensor]
+    stages: Sequence[LoadedStage]
+    batch: Mapping[str, Tensor]
+    folder: Path
+    form: WeightsForm
+    opset: int
+    seed: int
+    say: Callable[[str], None]
+    files: list[ExportedFile] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    ran: dict[tuple[int, Phase], PurePart] = field(default_factory=dict)
+    converted: list[Converted] = field(default_factory=list)
+    example: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    expected: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def parts(self) -> None:
         """Write the file of every part."""
@@ -264,7 +257,7 @@ class _Export:
     def _write(self, model: CheckedModel, begun: float) -> Difference | None:
         self.say(f"{model.name}: running it in onnxruntime")
         file, unstable = model.write(self.folder, self.form)
-        self.files.append(dataclasses.replace(file, seconds=time.perf_counter() - begun))
+        self.files.append(replace(file, seconds=time.perf_counter() - begun))
         return unstable
 
     def _moved(self, outputs: Sequence[Entry[PartOutput]], expected: Mapping[str, Expected]) -> dict[str, float]:
@@ -293,11 +286,11 @@ class _Export:
 
     def _weights(self, entries: Sequence[Entry[PartInput]]) -> dict[str, Tensor]:
         """The initial values that may be in the model: a backward reads the new values of buffers, not these."""
+        updated = {buffer.name for buffer in self.plan.buffers if buffer.home is not None}
         return {
             e.name: self.tensors[e.row.name]
             for e in entries
-            if e.row.kind == "weight"
-            or (e.row.kind == "buffer" and (e.part.phase == "F" or e.row.name not in self.updated))
+            if e.row.kind == "weight" or (e.row.kind == "buffer" and (e.part.phase == "F" or e.row.name not in updated))
         }
 
     def _example_of(self, entry: Entry[PartInput]) -> Tensor:
