@@ -241,10 +241,10 @@ def run_eagerly(
     loss: Loss,
     parts: Sequence[Any],
     *,
-    parameters: Sequence[tuple[Sequence[str], bool]],
-    buffers: Sequence[str],
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-    divisor: int,
+    parameters: Sequence[tuple[Sequence[str], bool]] = (),
+    buffers: Sequence[str] = (),
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    divisor: int = 1,
     params: str | None = None,
     scale: float | None = None,
     seed: int = 0,
@@ -255,7 +255,8 @@ def run_eagerly(
 
     Args:
         parts: the batches, one after the other.
-        parameters: the names of each parameter, and whether it is trained.
+        parameters: the names of each parameter whose gradient is wanted, and whether it is trained.
+        buffers: the names of those whose new values are wanted.
         context: what the loss is computed in.
         divisor: what the sums are divided by.
         params: 'bf16' lets the model compute in bfloat16.

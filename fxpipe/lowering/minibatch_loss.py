@@ -259,10 +259,8 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
             loss,
             [batch],
             parameters=[(p.names, p.trained) for p in program.parameters],
-            buffers=(),
             context=lambda: autocasting(program.device, program.autocast),
             params=program.params,
-            divisor=1,
             scale=_scale(program),
         )
 

@@ -67,10 +67,8 @@ def _of_step(
             loss,
             [one.given],
             parameters=parameters,
-            buffers=(),
             context=lambda: autocasting(device, options.autocast),
             params=options.params,
-            divisor=1,
         )
 
     place = f"of a batch of {batch}"
@@ -148,14 +146,7 @@ def evaluation_doubts(
 
     def evaluated(batch: Batch) -> Step:
         with eval_mode(model), torch.enable_grad():
-            return run_eagerly(
-                *(model, measured, [batch.given]),
-                parameters=(),
-                buffers=(),
-                context=torch.enable_grad,
-                params=params,
-                divisor=1,
-            )
+            return run_eagerly(model, measured, [batch.given], params=params)
 
     doubts: list[str] = []
     for batch in batches:
