@@ -86,23 +86,29 @@ def test_unet_finds_the_discs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_two_towers_run_side_by_side_and_find_their_pairs(tmp_path: Path) -> None:
-    verified = compiled("two_towers.py", tmp_path / "build", "-n", "4", "--cost", "analytic")
+@pytest.mark.parametrize(
+    ("name", "cuts", "waits", "steps", "metric", "least"),
+    [
+        ("two_towers.py", ["--workers=4"], "0 → 1 → 3, 2 → 3", 100, "found", 0.7),  # 0.03 by chance
+        (
+            "vision_language.py",
+            ["--workers=3", *(f"--{phase}-cut={at}" for phase in ("fp", "bp") for at in ("language", "joint"))],
+            "0 → 2, 1 → 2",
+            300,
+            "right",
+            0.9,  # 0.25 by chance
+        ),
+    ],
+    ids=["two_towers", "vision_language"],
+)
+def test_branches_run_side_by_side_and_learn(
+    name: str, cuts: list[str], waits: str, steps: int, metric: str, least: float, tmp_path: Path
+) -> None:
+    verified = compiled(name, tmp_path / "build", *cuts, "--cost", "analytic")
     assert max(verified["gradients"].values()) < 1e-5
-    assert "side by side: workers 0 → 1 → 3, 2 → 3" in fxpipe("inspect", tmp_path / "build").out
-    summary = fxpipe("run", tmp_path / "build", "--steps", "100", "--out", tmp_path / "out", "--json").json
-    assert summary["evaluation"]["found"] > 0.7  # 0.03 by chance
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_vision_and_language_run_side_by_side_and_answer(tmp_path: Path) -> None:
-    cuts = ("--fp-cut", "language", "--fp-cut", "joint", "--bp-cut", "language", "--bp-cut", "joint")
-    verified = compiled("vision_language.py", tmp_path / "build", "-n", "3", "--cost", "analytic", *cuts)
-    assert max(verified["gradients"].values()) < 1e-5
-    assert "side by side: workers 0 → 2, 1 → 2" in fxpipe("inspect", tmp_path / "build").out
-    summary = fxpipe("run", tmp_path / "build", "--steps", "300", "--out", tmp_path / "out", "--json").json
-    assert summary["evaluation"]["right"] > 0.9  # 0.25 by chance
+    assert f"side by side: workers {waits}" in fxpipe("inspect", tmp_path / "build").out
+    summary = fxpipe("run", tmp_path / "build", "--steps", steps, "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"][metric] > least
 
 
 @pytest.mark.slow

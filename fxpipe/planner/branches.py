@@ -37,6 +37,8 @@ def borders(profile: Profile, workers: int) -> tuple[int, ...]:
     first of these reads none of the earlier branch. Both do at least `SIGNIFICANT` of a worker's average work.
     """
     count = len(profile.units)
+    if not 1 < workers <= count:
+        return ()
     work = _work(profile)
     least = SIGNIFICANT * work[-1] / workers
     sources: list[list[int]] = [[] for _ in range(count)]

@@ -10,6 +10,7 @@ from typing import NoReturn
 from fxpipe.errors import FxpipeError, PolicyError
 from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.branches import borders
 from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
@@ -155,8 +156,8 @@ class _Planning:
                 self._refuse(own[-1], error)
         trials = [judge.trial(found[judge.candidate.mode]) for judge, found in planned]
         if self.sized.fixed is None:
-            pairs = zip(planned, trials[:], strict=True)
-            trials += [more for (judge, _), trial in pairs for more in between_branches(judge, trial)]
+            for (judge, _), trial in zip(planned, trials[:], strict=True):
+                trials += between_branches(judge, trial, borders(judge.profile, judge.workers.count))
         return [*trials, *self._borrowed(planned, trials)]
 
     def _planned(self, own: Sequence[Candidate]) -> list[tuple[Judge, Found]]:

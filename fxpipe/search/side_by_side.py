@@ -40,7 +40,7 @@ def planned_side_by_side(
         TooLittleMemory: nothing fits; the hint has the memory and the number of workers that would be enough.
     """
     short: TooLittleMemory | None = None
-    places = borders(profile, count) if 1 < count <= len(profile.units) else ()
+    places = borders(profile, count)
     schedule = setting.schedule_of(count)
     try:
         found = advised_partitions(profile, setting, count, modes, say)
@@ -58,7 +58,7 @@ def planned_side_by_side(
         candidate, sized = Candidate(setting.schedule, setting.microbatches, mode), Sized(setting, profile, profile)
         judge = Judge(candidate, sized, setting, profile, setting.workers(count))
         first = judge.trial(partition)
-        trials = [*([first] if short is None else []), *between_branches(judge, first)]
+        trials = [*([first] if short is None else []), *between_branches(judge, first, places)]
         if not trials:
             continue
         if schedule.synchronous:
@@ -73,9 +73,8 @@ def planned_side_by_side(
     return better
 
 
-def between_branches(judge: Judge, trial: SimulatedPlan) -> list[SimulatedPlan]:
+def between_branches(judge: Judge, trial: SimulatedPlan, places: Sequence[int]) -> list[SimulatedPlan]:
     """Trials with cuts at the borders of branches, near those of a trial and others, as far as they fit."""
-    places = borders(judge.profile, judge.workers.count) if judge.workers.count > 1 else ()
     found = []
     for cuts in dict.fromkeys(cut_at(judge.profile, places, trial.partition.cuts)) if places else ():
         priced = of_cuts(judge.profile, judge.workers_of(cuts), cuts, mode=trial.candidate.mode)
