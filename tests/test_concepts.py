@@ -15,13 +15,15 @@ import pytest
 import torch
 
 import fxpipe
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
 from fxpipe.policy.recipe import choose
 from fxpipe.schedule import Versions, grid
 from fxpipe.schedule import make as make_schedule
-from fxpipe.simulator import Scenario, StageTime, simulate
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate
 from fxpipe.task.model_file import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -24,6 +24,7 @@ from svg import LETTER, WORKERS, Picture
 import fxpipe
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
@@ -32,7 +33,9 @@ from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import held
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator import Scenario, Simulation, StageTime, simulate
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate
 
 HERE = Path(__file__).parent
 CONSOLE = Console()

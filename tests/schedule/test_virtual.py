@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.schedule import (
     SCHEDULES,
     Action,
@@ -25,7 +26,8 @@ from fxpipe.schedule import (
     grid,
     make,
 )
-from fxpipe.simulator import Scenario, StageTime, simulate
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate
 
 V = [ZeroBubbleV, VHalf, VMin, DualPipeV]
 

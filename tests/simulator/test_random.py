@@ -15,13 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES, Action, Schedule, make
 from fxpipe.schedule.action import Event
 from fxpipe.schedule.order import read
-from fxpipe.simulator import NEVER, Message, Scenario, Simulation, StageTime, WeightCopy, simulate
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
+from fxpipe.simulator.simulate import simulate
 
 Key = tuple[Any, ...]
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}

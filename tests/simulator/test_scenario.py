@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import ProfileError
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.links import Links
-from fxpipe.simulator import Message, Scenario, StageTime, WeightCopy
+from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 
 TWO = (StageTime(1, 2), StageTime(1, 2))
 

@@ -12,10 +12,13 @@ import pytest
 from written_schedule import Written
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator import NEVER, Message, Scenario, Simulation, StageTime, WeightCopy, simulate
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
+from fxpipe.simulator.simulate import simulate
 
 
 def shown(simulation: Simulation) -> list[str]:
@@ -287,7 +290,7 @@ def test_nothing_costs_anything() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, fxpipe.simulator; sys.exit('torch' in sys.modules)"
+    code = "import sys, fxpipe.simulator.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Scenario, StageTime, simulate
-from fxpipe.simulator.simulate import steady_minibatches
+from fxpipe.simulator.scenario import Message, Scenario
+from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 
 def period(scenario: Scenario) -> float:
