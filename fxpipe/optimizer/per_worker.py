@@ -54,19 +54,6 @@ WHERE = "optimizer(), tried on small copies of the parameters"
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """Where two ways of playing differ most.
-
-    Attributes:
-        share: the difference of a weight, relative to how far it has moved.
-        parameter: its number.
-    """
-
-    share: float
-    parameter: int
-
-
-@dataclass(frozen=True)
 class _Disagreement:
     """The difference between one optimizer over all parameters and one for each worker, and how to remove it."""
 
@@ -134,12 +121,12 @@ def check_per_worker(
         raise TaskError(found.what, where=WHERE, hint=f"{found.cure}; {accept}")
 
 
-def compare(together: Played, divided: Played) -> Divergence:
-    """Where the weights after some step differ most, relative to how far they have moved by then."""
+def compare(together: Played, divided: Played) -> tuple[float, int]:
+    """The most by which a weight differs after some step, relative to how far it has moved by then; its number."""
     ones, others = together.weights, divided.weights
     way = torch.zeros(len(ones[0]), dtype=torch.float64)
     rounding = torch.tensor([4 * torch.finfo(weight.dtype).eps for weight in ones[0]]) * _norms(ones[0])
-    worst = Divergence(0.0, 0)
+    worst = 0.0, 0
     for step in range(1, len(ones)):
         way += _norms(ones[step], ones[step - 1])
         share = (_norms(ones[step], others[step]) - rounding).clamp(min=0) / way.clamp(min=1e-300)
@@ -147,8 +134,8 @@ def compare(together: Played, divided: Played) -> Divergence:
             equal = ones[step][i].allclose(others[step][i], rtol=SAME, equal_nan=True)
             share[i] = 0.0 if equal else torch.inf
         most = int(share.argmax())
-        if share[most] > worst.share:
-            worst = Divergence(float(share[most]), most)
+        if share[most] > worst[0]:
+            worst = float(share[most]), most
     return worst
 
 
@@ -165,30 +152,21 @@ def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:
     return [trained[i] for i in sorted(order[:MOST])]
 
 
-def _everything(copies: Copies) -> list[list[int]]:
-    return [[*range(len(copies.rows))]]
-
-
-def _by_worker(copies: Copies) -> list[list[int]]:
-    owners = sorted({row.owner for row in copies.rows})
-    return [[i for i, row in enumerate(copies.rows) if row.owner == worker] for worker in owners]
-
-
 def _all_together(copies: Copies) -> Played:
     try:
         with users():
-            return copies.play(_everything(copies))
+            return copies.play(divided=False)
     except OptimizerRefused:
         raise
     except TaskError:
         copies.wide = False  # the optimizer's kernels may support only the model's dtypes
         with users():
-            return copies.play(_everything(copies))
+            return copies.play(divided=False)
 
 
 def _divided(copies: Copies) -> Played:
     try:
-        return copies.play(_by_worker(copies))
+        return copies.play(divided=True)
     except FxpipeError:
         raise
     except Exception as error:
@@ -222,8 +200,8 @@ def _unusual_difference(copies: Copies) -> _Disagreement | None:
     for (factor, called), of in itertools.product(UNUSUAL.items(), (0, 1)):
         gradients = copies.unusual(factor, of)
         try:
-            together = copies.play(_everything(copies), gradients)
-            divided = copies.play(_by_worker(copies), gradients)
+            together = copies.play(divided=False, gradients=gradients)
+            divided = copies.play(divided=True, gradients=gradients)
         except (Exception, TooLong):
             continue  # it fails with such gradients
         found = _difference(copies, together, divided)
@@ -235,13 +213,13 @@ def _unusual_difference(copies: Copies) -> _Disagreement | None:
 def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
     """A difference of weights, or of numbers that an optimizer adapts: a few steps of Prodigy may show nothing else."""
     kind, steps = together.kinds[0], len(together.weights) - 1
-    found = compare(together, divided)
-    if found.share > min(max(100 * max(together.eps, divided.eps), SAME), COARSE):
-        row = copies.rows[found.parameter]
-        much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
-        if found.share > 1e6:
+    share, parameter = compare(together, divided)
+    if share > min(max(100 * max(together.eps, divided.eps), SAME), COARSE):
+        row = copies.rows[parameter]
+        much = f"{share:.2g} times" if share >= 1 else f"{100 * share:.2g}% of"
+        if share > 1e6:
             much = "many times"
-        clue, cure = _why(together, divided, found.parameter)
+        clue, cure = _why(together, divided, parameter)
         return _Disagreement(
             f"{kind} behaves differently when each worker has its own: after {steps} steps weights differ by up to "
             f"{much} the distance that they moved ({row.name}, of worker {row.owner}){clue}",
@@ -260,7 +238,7 @@ def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreem
 
 def _shared_state(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
     """A difference that vanishes if each optimizer has separate globals and the like."""
-    if _difference(copies, together, copies.play(_by_worker(copies), processes=True)) is not None:
+    if _difference(copies, together, copies.play(divided=True, processes=True)) is not None:
         return None
     names = listed(list(dict.fromkeys(divided.outside)), 4)
     return _Disagreement(

@@ -102,14 +102,12 @@ class Copies:
         return before, [much * gradient for much, gradient in zip(factors, these, strict=True)], after
 
     def play(
-        self,
-        parts: Sequence[Sequence[int]],
-        gradients: Sequence[Sequence[Tensor]] | None = None,
-        processes: bool = False,
+        self, divided: bool, gradients: Sequence[Sequence[Tensor]] | None = None, processes: bool = False
     ) -> Played:
-        """Make one optimizer for every part, by row number, and step them. Python state is put back.
+        """Make one optimizer for all rows, or one for each worker's, and step them. Python state is put back.
 
         Args:
+            divided: each worker has its own.
             gradients: used in place of `self.gradients`, for any number of steps.
             processes: each optimizer has its own globals and the like, as in a separate process.
 
@@ -119,11 +117,14 @@ class Copies:
         """
         copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
         draws = _EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
+        parts: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for row, parameter in zip(self.rows, copies, strict=True):
+            parts.setdefault(row.owner if divided else 0, []).append((row.name, parameter))
         made: list[torch.optim.Optimizer] = []
-        for part in parts:
+        for owner in sorted(parts):
             seed_generators(0, self.device)
             with draws:
-                optimizer = make_optimizer(self.make, [(self.rows[i].name, copies[i]) for i in part])
+                optimizer = make_optimizer(self.make, parts[owner])
             made += [] if optimizer is None else [optimizer]
         known = all(map(looks_at_each_alone, made))  # a scheduler replaces `step`
         python = state_outside(made, [self.scheduler])
