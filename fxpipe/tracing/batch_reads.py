@@ -63,7 +63,9 @@ class BatchReads:
         if name in _SHOWN:
             self._read(leaves)
         if function in _TENSORS:
-            return self._as_tensor(traced(args, kwargs), kwargs)
+            made = traced(args, kwargs)
+            wide = kwargs.get("dtype") is None and made.dtype == torch.float64
+            return made.to(torch.get_default_dtype()) if wide else made  # the type that torch gives a number
         alone = len(own) == len(tensors)
         others = [t for t in tensors if id(t) not in self._numbers]
 
@@ -80,11 +82,6 @@ class BatchReads:
             self._read(leaves)
             raise
         return self._keep(made, leaves) if alone and isinstance(made, torch.Tensor) and not made.dim() else made
-
-    def _as_tensor(self, made: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """A tensor that the step makes of a number, of the type that torch gives it."""
-        wide = kwargs.get("dtype") is None and made.dtype == torch.float64
-        return made.to(torch.get_default_dtype()) if wide else made
 
     def _keep(self, tensor: torch.Tensor, leaves: frozenset[str]) -> torch.Tensor:
         self._numbers[id(tensor)] = _TracedNumber(tensor, leaves)

@@ -122,28 +122,6 @@ class ClassAttributes:
         return f"{self.name}.{key}"
 
 
-class Cell:
-    """A variable of an enclosing function."""
-
-    def __init__(self, cell: types.CellType, name: str) -> None:
-        self.cell, self.name = cell, name
-
-    def read(self) -> Content:
-        try:
-            return {"": self.cell.cell_contents}
-        except ValueError:  # nothing has been assigned to it yet
-            return {}
-
-    def write(self, content: Mapping[Any, Any]) -> None:
-        if content:
-            self.cell.cell_contents = content[""]
-        elif self.read():
-            del self.cell.cell_contents
-
-    def call(self, key: Any) -> str:
-        return self.name
-
-
 class Members:
     """A list, deque, set or dictionary, or an object of a derived class, whose own methods are not used."""
 
@@ -179,6 +157,22 @@ class Single:
 
     def call(self, key: Any) -> str:
         return self.name
+
+
+class Cell(Single):
+    """A variable of an enclosing function."""
+
+    def read(self) -> Content:
+        try:
+            return {"": self.thing.cell_contents}
+        except ValueError:  # nothing has been assigned to it yet
+            return {}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        if content:
+            self.thing.cell_contents = content[""]
+        elif self.read():
+            del self.thing.cell_contents
 
 
 class Array(Single):

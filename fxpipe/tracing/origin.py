@@ -83,11 +83,11 @@ class TracedStep:
 @contextlib.contextmanager
 def recording(
     model: nn.Module,
-    watch: TracedStep | None = None,
-    given: Sequence[torch.Tensor] = (),
-    stand_ins: Mapping[int, torch.Tensor] | None = None,
-    known: KnownValues | None = None,
-    reads: BatchReads | None = None,
+    watch: TracedStep,
+    given: Sequence[torch.Tensor],
+    stand_ins: Mapping[int, torch.Tensor],
+    known: KnownValues,
+    reads: BatchReads,
 ) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or outside it, its origin.
 
@@ -102,9 +102,8 @@ def recording(
     Raises:
         CaptureError: the step does something else than at its first call.
     """
-    given = [*given, *(stand_ins or {}).values()]
-    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {}, known or KnownValues(), reads or BatchReads())
-    calls = recorder.watch.calls
+    given, calls = [*given, *stand_ins.values()], watch.calls
+    recorder = _Recorder(watch, given, stand_ins, known, reads)
     calls.begin(given)
     hooks = []
     for path, module in model.named_modules():
@@ -112,15 +111,15 @@ def recording(
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
         said = saying(lambda: f"tracing, {recorder.made} calls of torch so far")
-        with said, recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
+        with said, recorder, recorder.checkpoints(), known.lists(), unseen.refused():
             yield
-        if recorder.watch.unknown is not None:
-            raise recorder.watch.unknown
-        calls.repeat(recorder.watch.where)
+        if watch.unknown is not None:
+            raise watch.unknown
+        calls.repeat(watch.where)
     except CaptureError:
         raise
     except Exception:
-        calls.repeat(recorder.watch.where, failed=True)  # a difference comes before what it causes
+        calls.repeat(watch.where, failed=True)  # a difference comes before what it causes
         raise
     finally:
         for hook in hooks:
