@@ -15,18 +15,13 @@ def weights_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """The content of the file.
 
     Raises:
-        BuildError: the file cannot hold their dtypes.
+        BuildError: the file cannot hold their dtypes; names those tensors.
     """
-    check_dtypes(tensors)
+    _check_dtypes(tensors)
     return save({name: t.contiguous() for name, t in _unshared(tensors).items()})
 
 
-def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse dtypes that the file cannot hold.
-
-    Raises:
-        BuildError: names them.
-    """
+def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
     names: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(tensor.dtype, []).append(name)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from time import perf_counter
@@ -90,7 +89,7 @@ def measure(
     plain = [_Code(program, phase, ticks=False) for phase in PHASES]
     ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
     meanwhile = [] if yardstick is None else [_Code(yardstick.program, phase, ticks=False) for phase in PHASES]
-    with _threads(threads), torch_state_kept(), torch.no_grad():
+    with worker_threads(threads or torch.get_num_threads(), 1), torch_state_kept(), torch.no_grad():
         _run(ticking)  # first, since it can name the node that fails
         _run(plain)
         if meanwhile:
@@ -272,7 +271,3 @@ def _event_tick(ticks: list[Any]) -> None:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     ticks.append(event)
-
-
-def _threads(wanted: int | None) -> AbstractContextManager[None]:
-    return worker_threads(wanted or torch.get_num_threads(), 1)

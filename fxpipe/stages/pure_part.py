@@ -31,7 +31,7 @@ from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpe
 from fxpipe.stages.comm import Handed
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
-from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
+from fxpipe.stages.random_inputs import PLACE, Draw, blank, hoist_draws
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, pytree, schema_of
 from fxpipe.tracing.fake_strides import KernelStrides
@@ -115,8 +115,8 @@ class PurePart:
 
     def examples(self) -> tuple[Tensor, ...]:
         """A fake tensor for every input, with the layout in which it arrives."""
-        mode = FakeTensorMode()
-        return tuple(_fake(i.tensor, mode, self.device) for i in self.inputs)
+        with FakeTensorMode():
+            return tuple(blank(i.tensor, self.device) for i in self.inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs, computed by torch operator by operator."""
@@ -175,7 +175,8 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
         return [v for _, _, v in named]
 
     mode = KernelStrides(allow_non_fake_inputs=True)  # what was captured with them relies on them
-    examples = [_fake(i.tensor, mode, plan.device) for i in inputs]
+    with mode:
+        examples = [blank(i.tensor, plan.device) for i in inputs]
     try:
         with torch.no_grad(), without_codecs(), mode:
             module = make_fx(step)(*examples)
@@ -231,11 +232,6 @@ def _inputs(plan: Plan, worker: int, phase: Phase, left: Sequence[TensorSpec]) -
     for name in spec.receives:
         layout = Layout(edges[name], name)  # the layout of received values
         yield PartInput("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))
-
-
-def _fake(spec: TensorSpec, mode: FakeTensorMode, device: str) -> Tensor:
-    with mode:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
 
 
 class _Places(TorchDispatchMode):

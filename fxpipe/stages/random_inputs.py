@@ -69,7 +69,7 @@ class Draw:
             return self._mask(device)
         args, kwargs = pytree.tree_map_only(
             TensorSpec,
-            lambda spec: _blank(spec, device),
+            lambda spec: blank(spec, device),
             (self.args, dict(self.kwargs)),
             is_leaf=lambda value: isinstance(value, TensorSpec),
         )
@@ -80,8 +80,8 @@ class Draw:
         """The mask of a dropout: True for the elements that it keeps."""
         example, p, _ = self.args
         if torch.device(device).type == "cpu":  # as native_dropout does on a CPU, without the product
-            return _blank(self.tensor, device).bernoulli_(1.0 - p)
-        mask: Tensor = aten.native_dropout.default(_blank(example, device).fill_(1), p, True)[1]
+            return blank(self.tensor, device).bernoulli_(1.0 - p)
+        mask: Tensor = aten.native_dropout.default(blank(example, device).fill_(1), p, True)[1]
         return mask
 
 
@@ -157,5 +157,6 @@ class _Hoist:
         graph.erase_node(node)
 
 
-def _blank(spec: TensorSpec, device: torch.device | str) -> Tensor:
+def blank(spec: TensorSpec, device: torch.device | str) -> Tensor:
+    """A tensor of that form, whatever is in it."""
     return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
