@@ -12,8 +12,8 @@ import pytest
 from commands import QUICK, fxpipe, fxpipe_process, unchanged
 
 from fxpipe.policy import POLICIES, make, sees
-from fxpipe.schedule import Async
 from fxpipe.schedule.action import Action
+from fxpipe.schedule.asynchronous import Async
 from fxpipe.task.model_file import imported
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
