@@ -28,9 +28,19 @@ from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 
+from fxpipe.errors import listed
+from fxpipe.inspection.tables import workers
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.messages import plain
+from fxpipe.observe.rates import samples_of
 from fxpipe.options import flags
+from fxpipe.plan.build_folder import check_target, read_plan
+from fxpipe.plan.cost_records import EngineTime, WorkerSummary
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.options import RunOptions
+from fxpipe.schedule import of_plan
+from fxpipe.schedule.graph import graph_text
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -38,8 +48,6 @@ if TYPE_CHECKING:
     from fxpipe.inspection.staleness import Staleness
     from fxpipe.lowering.agreement import Agreement
     from fxpipe.lowering.codec_effect import CodecEffect
-    from fxpipe.plan.cost_records import EngineTime, WorkerSummary
-    from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
     from fxpipe.task.model_file import Task
 
@@ -161,9 +169,7 @@ def compile_command(
     from fxpipe.lowering.agreement import LIMIT, worst_agreement
     from fxpipe.lowering.codec_effect import codec_effect
     from fxpipe.lowering.compare_with_eager import compare_with_eager
-    from fxpipe.plan.build_folder import check_target
     from fxpipe.plan.lock import build_lock, locked
-    from fxpipe.policy.recipe import choose
     from fxpipe.simulator.forecast import forecast
 
     asked |= SettingsFile.of(config, Path(model)).options("compile")
@@ -254,8 +260,6 @@ def _check(asked: Mapping[str, Any], verify: bool, after: str | None) -> None:
 
 def _given_by(task: Task) -> dict[str, Any]:
     """The options that the model file gives; prints them, and those that it gives to runs."""
-    from fxpipe.runtime.options import RunOptions
-
     runs = read_options("run_options", task.run_options, options_of("run", RunOptions), str(task.file))
     found = compile_options_of(task)
     say_given(str(task.file), runs, "runs")
@@ -264,8 +268,6 @@ def _given_by(task: Task) -> dict[str, Any]:
 
 def _like(folder: str) -> dict[str, Any]:
     """The options of another build, where nothing else gives them, so that its checkpoints can be resumed."""
-    from fxpipe.plan.build_folder import read_plan
-
     plan, context = read_plan(folder), click.get_current_context()
     found = options_like(plan)
     given = {name for name in found if is_given(name)}
@@ -288,18 +290,13 @@ def _print(
     device: str | None,
 ) -> None:
     from fxpipe.codecs.accuracy_warnings import not_studied, used_by
-    from fxpipe.errors import listed
     from fxpipe.inspection.batches import microbatch_lines, shape_lines
     from fxpipe.inspection.codecs import codec_facts, codec_text, outer_facts, outer_text
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.subject import subject_of
-    from fxpipe.inspection.tables import workers
     from fxpipe.inspection.workers import again_text, worker_rows
     from fxpipe.lowering.choose_cuts import lost_in_noise
     from fxpipe.lowering.own_rounding import rounding_text
-    from fxpipe.observe.rates import samples_of
-    from fxpipe.schedule import of_plan
-    from fxpipe.schedule.graph import graph_text
     from fxpipe.simulator.forecast import late_instead
 
     plan = build.plan

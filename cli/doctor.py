@@ -15,7 +15,10 @@ from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo, emit_json, note, print_table, working
 
 import fxpipe
+from fxpipe import engines as backends
 from fxpipe.errors import BuildError
+from fxpipe.plan.build_folder import check_output
+from fxpipe.planner.device import links_toml
 from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
@@ -67,8 +70,6 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
 
 def _links(asked: int | None, out: str | None, as_json: bool) -> int:
     from fxpipe.measure.links import measure_group, measure_links
-    from fxpipe.plan.build_folder import check_output
-    from fxpipe.planner.device import links_toml
     from fxpipe.runtime.wires.environment import has_place
 
     together = has_place()
@@ -167,8 +168,6 @@ def _report() -> dict[str, Any]:
 
 def _engines(device: str) -> list[str]:
     """Each engine with its versions and the device that runs it, or the reason why it cannot be used."""
-    from fxpipe import engines as backends
-
     found = ["eager"]
     for name in backends.ENGINES[1:]:
         engine = backends.make(name)

@@ -12,6 +12,8 @@ from fxpipe.cli.command import Command, group
 from fxpipe.cli.option_fields import AbsolutePath
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
+from fxpipe.errors import ExportError
+from fxpipe.plan.build_folder import model_path
 from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
@@ -156,9 +158,7 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     import torch
 
     from fxpipe.build.build import load
-    from fxpipe.errors import ExportError
     from fxpipe.export.trained import with_trained
-    from fxpipe.plan.build_folder import model_path
     from fxpipe.plan.current import check_current
     from fxpipe.task.model_file import task_of_build
 

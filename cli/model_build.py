@@ -13,7 +13,10 @@ import click
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.output import warn, working
 
+from fxpipe.errors import FxpipeError
 from fxpipe.lowering.options import SCANNED, CompileOptions
+from fxpipe.planner.links import NCCL_NODE
+from fxpipe.settings import pairs
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -63,9 +66,7 @@ def build_model(
     """
     from fxpipe.lowering.first_of_each import batches_to_compile
     from fxpipe.lowering.lower import compile
-    from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.device import reuse_freed_memory
-    from fxpipe.settings import pairs
     from fxpipe.task.captured import captured_of, source_digests
     from fxpipe.task.splitter import splitter_of
 
@@ -147,7 +148,6 @@ def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int
     Raises:
         TaskError: the hook failed.
     """
-    from fxpipe.errors import FxpipeError
     from fxpipe.random_state import seed_everything
     from fxpipe.task.model_file import hook_raised
 

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from fxpipe.errors import FxpipeError
+from fxpipe.inspection.table import TEXT, WRITTEN, Cell, Column, ShownTable
 from fxpipe.messages import from_here, how_far, plain, plain_lines
 from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
-
-    from fxpipe.inspection.table import Cell, Column, ShownTable
 
 QUIET = 0.9
 """Seconds until the first line of progress in a pipe: shorter work is not reported."""
@@ -233,8 +232,6 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:
     """A table on stdout; the first `left` columns are text, the others numbers; as wide as its cells."""
-    from fxpipe.inspection.table import TEXT, WRITTEN, Column, ShownTable
-
     columns = [Column(header, itemgetter(i), TEXT if i < left else WRITTEN) for i, header in enumerate(headers)]
     print_columns(ShownTable(columns, rows), stdout_console(), whole=True)
     echo()

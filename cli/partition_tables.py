@@ -14,12 +14,13 @@ from fxpipe.inspection.formats import TimeUnit, plural
 from fxpipe.inspection.table import CLOCK, COUNT, SHARE, SPAN, TEXT, WORKERS, WRITTEN, Column, ShownTable
 from fxpipe.inspection.tables import LOADS, WORKER
 from fxpipe.planner.links import Links
+from fxpipe.planner.profile import PlanInput, Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.schedule import Schedule
+from fxpipe.schedule.graph import graph_text
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Load, Partition
-    from fxpipe.planner.profile import PlanInput, Profile
-    from fxpipe.planner.setting import Setting
-    from fxpipe.schedule import Schedule
 
 Json = dict[str, Any]
 
@@ -192,7 +193,6 @@ def _best_possible(row: Json) -> str | None:
 def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row for each worker; if workers have replicas, for one of them."""
     from fxpipe.planner.branches import graph_of_cuts
-    from fxpipe.schedule.graph import graph_text
 
     bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
     rows, idle = [], []

@@ -12,13 +12,14 @@ from fxpipe.cli.output import warn
 from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
 
 from fxpipe.lowering.options import AUTO, CompileOptions
+from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.profile import PlanInput
+from fxpipe.planner.setting import MOMENTUM, Setting
+from fxpipe.planner.workers import Machines
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
-    from fxpipe.planner.setting import Setting
-    from fxpipe.planner.workers import Machines
     from fxpipe.search import Counts
     from fxpipe.task.model_file import Task
 
@@ -50,9 +51,7 @@ class Source:
 
 def of_profile(path: str, weight_fraction: float) -> Source:
     """A profile: its microbatches have the same size, however many there are."""
-    from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.pipedream import read_profile
-    from fxpipe.planner.setting import MOMENTUM
     from fxpipe.search import Counts
 
     profile = read_profile(path)

@@ -8,6 +8,7 @@ from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.output import echo, emit_json
 
+from fxpipe.errors import FxpipeError, near
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.task.model_options import ModelOptions
 
@@ -38,7 +39,6 @@ def print_after(
     """
     from fxpipe.passes import pass_names
 
-    from fxpipe.errors import FxpipeError, near
     from fxpipe.ir.printer import print_program
     from fxpipe.ir.transform import CAPTURE, PassReached, StopAfter
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from fxpipe.cli.command import group
@@ -21,14 +21,17 @@ from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_co
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
+from fxpipe.errors import FxpipeError, PeerLost
+from fxpipe.inspection import tables
+from fxpipe.inspection.run_comparison import SMOOTH, smoothed
+from fxpipe.observe.rates import rates_text, steps_made
 from fxpipe.options import option
+from fxpipe.plan.build_folder import load_plan, model_path, read_plan
+from fxpipe.plan.spec import Plan
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import KEPT, RunOptions
 from fxpipe.schedule import of_plan
 from fxpipe.task.paced_scheduler import EPOCH
-
-if TYPE_CHECKING:
-    from fxpipe.plan.spec import Plan
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,6 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
     else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
-    from fxpipe.plan.build_folder import load_plan
     from fxpipe.runtime.wires.environment import has_place
 
     _check(asked)
@@ -148,8 +150,6 @@ def given_to_run(build: str, asked: Mapping[str, Any], config: str | None, say: 
     Args:
         say: print them.
     """
-    from fxpipe.plan.build_folder import load_plan, model_path
-
     plan = load_plan(build)
     left = (*KEPT, "settings", "weights") if asked["resume"] is not None else ()
     found = SettingsFile.of(config, model_path(plan, build, asked["model_file"])).options("run", left, say=say)
@@ -186,7 +186,6 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
 
 def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> dict[str, Any] | None:
     """Train; the summary, on worker 0. `held` gets the lock of the output folder."""
-    from fxpipe.errors import PeerLost
     from fxpipe.runtime.process.check_run import writing
     from fxpipe.runtime.process.resume import resumed_options
 
@@ -231,9 +230,6 @@ def _other_node(build: str) -> str | None:
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if local or not rank or os.environ.get("GROUP_RANK") in (None, "0"):
         return None
-    from fxpipe.errors import FxpipeError
-    from fxpipe.plan.build_folder import read_plan
-
     try:
         noun = read_plan(build).mesh.noun
     except FxpipeError:  # reported later, with all other errors
@@ -264,8 +260,6 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
     Args:
         digest: of the plan that was run.
     """
-    from fxpipe.plan.build_folder import model_path, read_plan
-
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
     if path is None or options.out is None or not (Path(options.out) / weights).is_file():
@@ -288,10 +282,7 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 
 
 def _print(summary: dict[str, Any]) -> None:
-    from fxpipe.inspection import tables
-    from fxpipe.inspection.run_comparison import SMOOTH, smoothed
     from fxpipe.observe.progress import held_out
-    from fxpipe.observe.rates import rates_text, steps_made
     from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
     losses = summary["losses"]

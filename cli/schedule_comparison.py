@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from fxpipe.cli.file_options import is_given
 from fxpipe.cli.output import echo, print_columns, stdout_console
 from fxpipe.cli.planned import Say, Source
 
+from fxpipe.inspection.tables import schedules
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
+from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.schedule import SCHEDULES, OneFOneB, Schedule, kind_of
-
-if TYPE_CHECKING:
-    from fxpipe.plan.cost_records import ScheduleForecast
 
 
 def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
@@ -89,7 +88,6 @@ def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most:
     Args:
         most: how many rows at most.
     """
-    from fxpipe.inspection.tables import schedules
     from fxpipe.search import counted
 
     fitting = [asdict(row) for row in rows if row.seconds is not None]

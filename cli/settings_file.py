@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -18,11 +18,9 @@ from fxpipe.cli.file_options import TAKEN, Written, is_number, options_of, read_
 from fxpipe.cli.model_arguments import TYPED
 
 from fxpipe.errors import TaskError, near
+from fxpipe.plan.spec import CapturedSpec
 from fxpipe.settings import pairs, texts
 from fxpipe.typed_json import explained, parse_toml
-
-if TYPE_CHECKING:
-    from fxpipe.plan.spec import CapturedSpec
 
 NAME = "fxpipe.toml"
 TABLES = ("compile", "run", "set")

@@ -24,9 +24,11 @@ from fxpipe.cli.compare import print_runs
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import AbsolutePath
 from fxpipe.cli.output import note, show_error, warn
-from fxpipe.cli.run import run_command
+from fxpipe.cli.run import checked_plan, given_to_run, run_command
 
 from fxpipe.errors import RunError
+from fxpipe.plan.build_folder import model_path
+from fxpipe.runtime.options import RunOptions
 from fxpipe.settings import pair
 from fxpipe.threads import threads_for
 
@@ -142,11 +144,6 @@ def _run(out: Path, build: str, choice: Sequence[tuple[str, str]], fixed: Sequen
         click.UsageError: an option that `fxpipe run` does not have, or that the sweep sets itself.
         FxpipeError: whatever refuses the run before it begins.
     """
-    from fxpipe.cli.run import checked_plan, given_to_run
-
-    from fxpipe.plan.build_folder import model_path
-    from fxpipe.runtime.options import RunOptions
-
     given = [text for pair in choice for text in pair]
     parent = click.get_current_context()
     with run_command.make_context("run", [build, *given, *fixed, *own], parent) as read:

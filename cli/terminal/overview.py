@@ -15,6 +15,7 @@ from fxpipe.inspection.formats import TimeUnit, number
 from fxpipe.messages import plain
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.quantity import size
+from fxpipe.schedule.graph import graph_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +49,6 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
 def print_header(facts: Facts, console: Console) -> None:
     """What the build is, and its forecast."""
     from fxpipe.inspection.evaluation import evaluation_text
-    from fxpipe.schedule.graph import graph_text
 
     build, forecast = facts["build"], facts["forecast"]
     count, parts = build["workers"], build["microbatches"]

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.cli.output import mark, print_columns, print_text
 
+from fxpipe.inspection.tables import moves
+from fxpipe.observe.rates import rates_text, steps_made
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -14,9 +17,7 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     """Throughput, bubble, efficiency, how busy the workers were, where time was lost, and which files are missing."""
     from rich.text import Text
 
-    from fxpipe.inspection.tables import moves
     from fxpipe.observe.progress import held_out
-    from fxpipe.observe.rates import rates_text
 
     run = facts["run"]
     print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))
@@ -49,8 +50,6 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
 
 
 def _settings(run: dict[str, Any]) -> list[str]:
-    from fxpipe.observe.rates import steps_made
-
     steps = len(run["metrics"]["step"]) if run.get("steps") is None else run["steps"]
     known = [str(run[name]) for name in ("schedule", "policy") if run.get(name)]
     seconds = [] if run.get("seconds") is None else [f"{run['seconds']:.1f} s"]
