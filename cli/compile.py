@@ -21,10 +21,8 @@ from fxpipe.cli.file_options import (
     values,
 )
 from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.model_build import build_model
 from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_columns, print_table, stdout_console, warn, working
-from fxpipe.cli.program_after_pass import print_after
 from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 
@@ -163,6 +161,9 @@ def compile_command(
     An option that is not on the command line is taken from the table [compile] in fxpipe.toml, in the model file's
     folder; else from --like; else from the model file's compile_options.
     """
+    from fxpipe.cli.model_build import build_model
+    from fxpipe.cli.program_after_pass import print_after
+
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.staleness import staleness_of

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console
-from fxpipe.cli.partition_tables import described_links
 
 from fxpipe.errors import listed
-from fxpipe.inspection.formats import plural
+from fxpipe.inspection.formats import described_links, plural
 from fxpipe.inspection.table import NAMES, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
 from fxpipe.inspection.tables import WORKER, way
 from fxpipe.planner.links import Links, matrix

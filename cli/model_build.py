@@ -7,26 +7,30 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.output import warn, working
+from torch import nn
 
+from fxpipe.build.build import Build
 from fxpipe.errors import FxpipeError
+from fxpipe.ir.transform import Observer
+from fxpipe.lowering.first_of_each import batches_to_compile
+from fxpipe.lowering.lower import compile
 from fxpipe.lowering.options import SCANNED, CompileOptions
+from fxpipe.measure.stages import measure_stages
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import NCCL_NODE
+from fxpipe.random_state import seed_everything
+from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.settings import pairs
+from fxpipe.task.batch import Batch
+from fxpipe.task.captured import captured_of, source_digests
+from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fxpipe.build.build import Build
-    from fxpipe.ir.transform import Observer
-    from fxpipe.planner.costs_file import BuildCosts
-    from fxpipe.task.batch import Batch
-    from fxpipe.task.model_file import Task
+from fxpipe.task.splitter import splitter_of
 
 OFF = 1.3
 """How far the time of a stage may be from the sum of its operators' times without a warning."""
@@ -64,12 +68,6 @@ def build_model(
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
-    from fxpipe.lowering.first_of_each import batches_to_compile
-    from fxpipe.lowering.lower import compile
-    from fxpipe.runtime.process.device import reuse_freed_memory
-    from fxpipe.task.captured import captured_of, source_digests
-    from fxpipe.task.splitter import splitter_of
-
     assert task.path is not None
     path = task.path
     if made.meta and options.backend != "eager":
@@ -148,9 +146,6 @@ def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int
     Raises:
         TaskError: the hook failed.
     """
-    from fxpipe.random_state import seed_everything
-    from fxpipe.task.model_file import hook_raised
-
     seed_everything(seed)
     try:
         yield from data()
@@ -161,7 +156,6 @@ def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:
-    from fxpipe.measure.stages import measure_stages
 
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)

@@ -6,21 +6,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.cli.output import echo, print_columns, stdout_console
 
-from fxpipe.inspection.formats import TimeUnit, plural
+from fxpipe.inspection.formats import TimeUnit, described_links, plural
 from fxpipe.inspection.table import CLOCK, COUNT, SHARE, SPAN, TEXT, WORKERS, WRITTEN, Column, ShownTable
 from fxpipe.inspection.tables import LOADS, WORKER
-from fxpipe.planner.links import Links
+from fxpipe.planner.branches import graph_of_cuts
+from fxpipe.planner.partition import Load, Partition
 from fxpipe.planner.profile import PlanInput, Profile
+from fxpipe.planner.replicated import notation
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule import Schedule
 from fxpipe.schedule.graph import graph_text
-
-if TYPE_CHECKING:
-    from fxpipe.planner.partition import Load, Partition
 
 Json = dict[str, Any]
 
@@ -84,7 +83,6 @@ class PlannedCuts:
         }
 
     def _json(self, timed: TimedPartition | None) -> dict[str, Any] | None:
-        from fxpipe.planner.replicated import notation
 
         if timed is None:
             return None
@@ -107,8 +105,6 @@ class PlannedCuts:
 
     def show(self) -> None:
         """A table for each kind of cuts, with a row for each worker; then the times of minibatches."""
-        from fxpipe.planner.replicated import notation
-
         subject, shared, shown = self.subject, self.processes is not None, dict[tuple[tuple[int, ...], ...], str]()
         for mode, timed in self.found.items():
             if timed is None:
@@ -192,8 +188,6 @@ def _best_possible(row: Json) -> str | None:
 
 def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row for each worker; if workers have replicas, for one of them."""
-    from fxpipe.planner.branches import graph_of_cuts
-
     bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
     rows, idle = [], []
     for k, load in enumerate(partition.loads):
@@ -215,15 +209,6 @@ def _print_partition(profile: Profile, partition: Partition, title: str) -> None
     if not partition.replicas and (text := graph_text(graph_of_cuts(profile, partition.cuts))):
         echo(text)
     echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n" if idle else "")
-
-
-def described_links(links: Links) -> str:
-    """Links in a few words."""
-    if links.free:
-        return "no communication"
-    if isinstance(links.bandwidth, tuple) or isinstance(links.latency, tuple):
-        return "links by matrix"
-    return f"links {links.bandwidth / 1e9:.4g} GB/s, {links.latency * 1e6:.4g} µs"
 
 
 def _milliseconds(load: Load) -> dict[str, float]:

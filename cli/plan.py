@@ -13,9 +13,7 @@ from fxpipe.cli.file_options import compile_options_of
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import AbsolutePath, option_fields
 from fxpipe.cli.output import emit_json, note, working
-from fxpipe.cli.partition_tables import PlannedCuts
-from fxpipe.cli.planned import of_model, of_profile, plan_replicas, planned
-from fxpipe.cli.schedule_comparison import Schedules, asked_schedule, compare_schedules
+from fxpipe.cli.schedule_comparison import asked_schedule
 from fxpipe.cli.settings_file import SettingsFile, config
 
 from fxpipe.lowering.options import CompileOptions
@@ -224,6 +222,9 @@ def plan_command(
     if no_communication:
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
+    from fxpipe.cli.partition_tables import PlannedCuts
+    from fxpipe.cli.planned import Schedules, compare_schedules, of_model, of_profile, plan_replicas, planned
+
     with working("planning") as say:
         source = of_profile(target, weight_fraction) if task is None else of_model(task, made, options)
         found: PlannedCuts | Schedules

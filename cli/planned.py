@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from fxpipe.cli.output import warn
 from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
+from fxpipe.cli.schedule_comparison import print_schedules
 
+from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
+from fxpipe.lowering.choose_schedule import compare, counts_of, for_count
+from fxpipe.lowering.model_profile import profile_model
 from fxpipe.lowering.options import AUTO, CompileOptions
-from fxpipe.plan.cost_records import OptimizerCosts
+from fxpipe.lowering.step_costs import SharedCosts
+from fxpipe.plan.cost_records import OptimizerCosts, ScheduleForecast
+from fxpipe.planner.branches import graph_of_cuts
+from fxpipe.planner.partition import Partition, TooLittleMemory, partitions
+from fxpipe.planner.pipedream import read_profile
 from fxpipe.planner.profile import PlanInput
+from fxpipe.planner.replicated import minibatch_seconds, notation, replicated_partitions
 from fxpipe.planner.setting import MOMENTUM, Setting
 from fxpipe.planner.workers import Machines
+from fxpipe.runtime.process.device import reuse_freed_memory
+from fxpipe.schedule import Schedule
+from fxpipe.search import Counts
+from fxpipe.search.side_by_side import planned_side_by_side
+from fxpipe.simulator.of_partition import scenario_of_partition
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.task.batch import Batch
+from fxpipe.task.model_file import Task
 from fxpipe.task.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from fxpipe.planner.partition import Partition
-    from fxpipe.search import Counts
-    from fxpipe.task.model_file import Task
 
 Say = Callable[[str], None]
 
@@ -51,9 +63,6 @@ class Source:
 
 def of_profile(path: str, weight_fraction: float) -> Source:
     """A profile: its microbatches have the same size, however many there are."""
-    from fxpipe.planner.pipedream import read_profile
-    from fxpipe.search import Counts
-
     profile = read_profile(path)
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
@@ -66,12 +75,6 @@ def of_profile(path: str, weight_fraction: float) -> Source:
 
 def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into microbatches, and the step is captured and costed on one of them."""
-    from fxpipe.lowering.choose_schedule import counts_of, for_count
-    from fxpipe.lowering.model_profile import profile_model
-    from fxpipe.lowering.step_costs import SharedCosts
-    from fxpipe.runtime.process.device import reuse_freed_memory
-    from fxpipe.task.batch import Batch
-
     reuse_freed_memory()
     model, batch = made.make(task)
     asked = options.for_task(task)
@@ -103,12 +106,6 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
         PolicyError: the policy makes no sense with so many microbatches.
         CutError: nothing fits into memory.
     """
-    from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
-    from fxpipe.planner.branches import graph_of_cuts
-    from fxpipe.search.side_by_side import planned_side_by_side
-    from fxpipe.simulator.of_partition import scenario_of_partition
-    from fxpipe.simulator.simulate import simulate, steady_minibatches
-
     counted = replace(options, microbatches=subject.microbatches)
     setting = counted.setting(subject.device, subject.optimizer)
     found: dict[str, TimedPartition] = {}
@@ -125,6 +122,44 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
                 if mode not in found or seconds < found[mode].seconds * (1 - WORTH):
                     found[mode] = TimedPartition(partition, seconds, simulation.bubble)
     return PlannedCuts(subject, setting, {mode: found.get(mode) for mode in modes})
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What was compared, the best first; for a model also the samples in a minibatch.
+
+    Attributes:
+        schedule: the one to take.
+    """
+
+    rows: tuple[ScheduleForecast, ...]
+    samples: int | None
+    schedule: Schedule
+
+    def as_json(self) -> dict[str, Any]:
+        """One object a row."""
+        return {"samples": self.samples, "schedules": [asdict(row) for row in self.rows]}
+
+    def show(self) -> None:
+        """The table."""
+        print_schedules(self.rows, self.samples)
+
+
+def compare_schedules(
+    source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
+) -> Schedules:
+    """Capture and cost the step for each number of microbatches; plan and simulate every schedule, or the given one.
+
+    Args:
+        counts: numbers of microbatches; if empty, some that suit the schedules.
+        modes: the kinds of cuts; if empty, all that a schedule can use.
+
+    Raises:
+        FxpipeError: no number can be captured, or nothing fits into memory; says what would fit.
+    """
+    wanted = Counts(tuple(counts)) if counts else source.counts(options)
+    found = compare(lambda count, say: source.read(count, True, say), options, wanted, say, modes=modes)
+    return Schedules(found.rows, found.samples, found.best.schedule)
 
 
 def plan_replicas(
@@ -148,10 +183,6 @@ def plan_replicas(
         CutError: nothing fits into memory; processes differ; there are fewer microbatches than replicas.
         PolicyError: the policy makes no sense with so many microbatches.
     """
-    from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
-    from fxpipe.planner.partition import TooLittleMemory, partitions
-    from fxpipe.planner.replicated import replicated_partitions
-
     if options.schedule == AUTO:
         raise click.UsageError("replicas are planned for one schedule: give it with --schedule")
     asked = options.microbatches
@@ -221,8 +252,6 @@ def _simplest(
     processes: int,
 ) -> TimedPartition:
     """Data parallelism, or the same number of replicas for all workers, if that takes hardly longer than the best."""
-    from fxpipe.planner.replicated import notation
-
     replicas = best.partition.replicas
     if replicas == (processes,):
         return best
@@ -248,8 +277,6 @@ def _microbatches(source: Source, options: CompileOptions, processes: int) -> in
 
 
 def _timed(partition: Partition, setting: Setting) -> TimedPartition:
-    from fxpipe.planner.replicated import minibatch_seconds
-
     count = len(partition.replicas)
     flush = setting.schedule_of(count).synchronous
     return TimedPartition(partition, minibatch_seconds(partition, setting.workers(count, partition.replicas), flush))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.model_build import build_model
 from fxpipe.cli.output import echo, emit_json
+from fxpipe.passes import pass_names
 
 from fxpipe.errors import FxpipeError, near
+from fxpipe.ir.printer import print_program
+from fxpipe.ir.transform import CAPTURE, PassReached, StopAfter
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.task.model_file import Task
 from fxpipe.task.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from fxpipe.task.model_file import Task
 
 IS_FOR = {
     "whole_loss": ": it needs several microbatches",
@@ -37,11 +36,6 @@ def print_after(
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options.
     """
-    from fxpipe.passes import pass_names
-
-    from fxpipe.ir.printer import print_program
-    from fxpipe.ir.transform import CAPTURE, PassReached, StopAfter
-
     known, stop = (CAPTURE, *pass_names()), StopAfter(name)
     if name not in known:
         raise FxpipeError(

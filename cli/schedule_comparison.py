@@ -1,20 +1,19 @@
-"""Compares schedules and numbers of microbatches: what `--schedule auto` and `fxpipe plan` print."""
+"""What --schedule and --synchronous mean together, and the table of the schedules that were compared."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import click
 from fxpipe.cli.file_options import is_given
 from fxpipe.cli.output import echo, print_columns, stdout_console
-from fxpipe.cli.planned import Say, Source
 
 from fxpipe.inspection.tables import schedules
-from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
+from fxpipe.lowering.options import AUTO, not_synchronous
 from fxpipe.plan.cost_records import ScheduleForecast
-from fxpipe.schedule import SCHEDULES, OneFOneB, Schedule, kind_of
+from fxpipe.schedule import SCHEDULES, OneFOneB, kind_of
 
 
 def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
@@ -39,47 +38,6 @@ def asked_schedule(asked: dict[str, Any], compare: bool = False) -> bool:
     elif not named and (compare or asked["synchronous"]):
         asked["schedule"] = AUTO
     return bool(asked["schedule"] == AUTO)
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """What was compared, the best first; for a model also the samples in a minibatch.
-
-    Attributes:
-        schedule: the one to take.
-    """
-
-    rows: tuple[ScheduleForecast, ...]
-    samples: int | None
-    schedule: Schedule
-
-    def as_json(self) -> dict[str, Any]:
-        """One object a row."""
-        return {"samples": self.samples, "schedules": [asdict(row) for row in self.rows]}
-
-    def show(self) -> None:
-        """The table."""
-        print_schedules(self.rows, self.samples)
-
-
-def compare_schedules(
-    source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
-) -> Schedules:
-    """Capture and cost the step for each number of microbatches; plan and simulate every schedule, or the given one.
-
-    Args:
-        counts: numbers of microbatches; if empty, some that suit the schedules.
-        modes: the kinds of cuts; if empty, all that a schedule can use.
-
-    Raises:
-        FxpipeError: no number can be captured, or nothing fits into memory; says what would fit.
-    """
-    from fxpipe.lowering.choose_schedule import compare
-    from fxpipe.search import Counts
-
-    wanted = Counts(tuple(counts)) if counts else source.counts(options)
-    found = compare(lambda count, say: source.read(count, True, say), options, wanted, say, modes=modes)
-    return Schedules(found.rows, found.samples, found.best.schedule)
 
 
 def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.cli.output import print_columns
+from rich.console import Console
 
 from fxpipe.inspection.tables import APART as DIFFER
 from fxpipe.inspection.tables import modules
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 OWN = "(own code)"
 

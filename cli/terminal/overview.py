@@ -5,20 +5,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.cli.output import print_columns, print_text
 from fxpipe.cli.terminal.module_tree import print_modules
+from fxpipe.cli.terminal.run_section import print_run
+from rich.console import Console
 
 from fxpipe.inspection import tables
+from fxpipe.inspection.codecs import outer_text
+from fxpipe.inspection.evaluation import evaluation_text
 from fxpipe.inspection.formats import TimeUnit, number
 from fxpipe.messages import plain
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.quantity import size
 from fxpipe.schedule.graph import graph_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Facts = dict[str, Any]
 
@@ -38,8 +39,6 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
     console.print()
     print_edges(facts["edges"], console, edges)
     if facts["run"] is not None:
-        from fxpipe.cli.terminal.run_section import print_run
-
         console.print()
         print_run(facts, console)
     console.print()
@@ -48,8 +47,6 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
 
 def print_header(facts: Facts, console: Console) -> None:
     """What the build is, and its forecast."""
-    from fxpipe.inspection.evaluation import evaluation_text
-
     build, forecast = facts["build"], facts["forecast"]
     count, parts = build["workers"], build["microbatches"]
     names = [name for name in (build["folder"], build["model"]) if name]
@@ -106,8 +103,6 @@ def print_workers(facts: Facts, console: Console) -> None:
         if w["buckets"]:
             print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))
     if facts["build"]["outer"]:
-        from fxpipe.inspection.codecs import outer_text
-
         outer, count = OuterSpec(**facts["build"]["outer"]), facts["build"]["replicas"][0]
         sent = f"; {outer_text(step)}" if (step := facts["build"]["outer_step"]) else ""
         print_text(console, f"{count} replicas of each worker train separately: {outer}{sent}")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.cli.output import mark, print_columns, print_text
+from rich.console import Console
+from rich.text import Text
 
 from fxpipe.inspection.tables import moves
+from fxpipe.observe.progress import held_out
 from fxpipe.observe.rates import rates_text, steps_made
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def print_run(facts: dict[str, Any], console: Console) -> None:
     """Throughput, bubble, efficiency, how busy the workers were, where time was lost, and which files are missing."""
-    from rich.text import Text
-
-    from fxpipe.observe.progress import held_out
-
     run = facts["run"]
     print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))
     if run.get("samples_per_second") is not None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.cli.output import mark, print_text
+from rich.console import Console
+from rich.text import Text
 
 from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import colour
 from fxpipe.schedule.order import IDLE
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MANY = 8
 """With more workers than this, only the columns that fit into the width are shown."""
@@ -55,8 +54,6 @@ def _busiest(rows: Sequence[Sequence[str]], columns: int, width: int) -> int:
 
 
 def _print_part(rows: Sequence[Sequence[str]], first: int, end: int, cell: int, number: int, console: Console) -> None:
-    from rich.text import Text
-
     for rank, row in enumerate(rows):
         line = Text.assemble(mark(rank, " " * (number - len(str(rank)))), "  ")
         for text in row[first:end]:

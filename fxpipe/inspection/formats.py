@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fxpipe.planner import quantity
+from fxpipe.planner.links import Links
 
 NONE = "–"
 
@@ -63,3 +64,12 @@ class TimeUnit:
     def __call__(self, ms: float | None) -> str:
         """The number without its unit; the longest time decides how many decimals all have. None is a dash."""
         return NONE if ms is None else f"{ms * self._factor:.{self._digits}f}"
+
+
+def described_links(links: Links) -> str:
+    """Links in a few words."""
+    if links.free:
+        return "no communication"
+    if isinstance(links.bandwidth, tuple) or isinstance(links.latency, tuple):
+        return "links by matrix"
+    return f"links {links.bandwidth / 1e9:.4g} GB/s, {links.latency * 1e6:.4g} µs"
