@@ -67,14 +67,10 @@ class _ValueGraph:
 
     def __init__(self, facts: Json) -> None:
         self.facts = facts
-        self.columns: list[str] = facts["nodes"]["columns"]
-        self.rows: list[list[Any]] = facts["nodes"]["rows"]
-        place = {column: i for i, column in enumerate(self.columns)}
-        self.op, self.phase, self.worker = ([r[place[c]] for r in self.rows] for c in ("op", "phase", "worker"))
-        self.inputs: list[list[int]] = [r[place["inputs"]] for r in self.rows]
-        self.names: list[str] = [r[place["name"]] for r in self.rows]
-        self.modules: list[int] = [r[place["module"]] for r in self.rows]
-        self.text = place["text"]
+        self.rows = [dict(zip(facts["nodes"]["columns"], row, strict=True)) for row in facts["nodes"]["rows"]]
+        self.op, self.phase, self.worker = ([row[c] for row in self.rows] for c in ("op", "phase", "worker"))
+        self.names: list[str] = [row["name"] for row in self.rows]
+        self.inputs: list[list[int]] = [row["inputs"] for row in self.rows]
         self.users: list[list[int]] = [[] for _ in self.rows]
         for reader, inputs in enumerate(self.inputs):
             for source in dict.fromkeys(inputs):
@@ -98,7 +94,7 @@ class _ValueGraph:
 
     def model_names(self, row: int) -> list[str]:
         """What the model calls a placeholder; all names of a tied parameter."""
-        return self.facts["nodes"]["names"].get(self.names[row]) or [self.rows[row][self.text] or ""]
+        return self.facts["nodes"]["names"].get(self.names[row]) or [self.rows[row]["text"] or ""]
 
     def known(self) -> list[str]:
         """Every name that can be asked for."""
@@ -108,9 +104,8 @@ class _ValueGraph:
 
     def value(self, row: int) -> Json:
         """A row by its columns' names, with its module's path, and without its inputs."""
-        found = dict(zip(self.columns, self.rows[row], strict=True))
+        found = self.rows[row] | {"module": _path(self.facts["modules"][self.rows[row]["module"]])}
         del found["inputs"]
-        found["module"] = _path(self.facts["modules"][found["module"]])
         return found
 
     def node(self, row: int) -> Json:
@@ -142,7 +137,7 @@ class _ValueGraph:
         inside: list[bool] = []
         for m in self.facts["modules"]:  # parents come before their children
             inside.append(m is module or (m["parent"] is not None and inside[m["parent"]]))
-        rows = [i for i, m in enumerate(self.modules) if inside[m] and self.op[i] not in PLACEHOLDERS]
+        rows = [i for i, row in enumerate(self.rows) if inside[row["module"]] and row["op"] not in PLACEHOLDERS]
         return {"kind": "module", **module, "nodes": [self.value(i) for i in rows[:MOST]], "of": len(rows)}
 
     def _sources(self, row: int) -> Iterator[tuple[int, Json | None]]:
