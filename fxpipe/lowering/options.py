@@ -13,7 +13,7 @@ from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
 from fxpipe.options import flags, option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.spec import OuterSpec, PadSpec, Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -27,12 +27,12 @@ from fxpipe.schedule import Schedule, kind_of, of_text, schedule_text, with_repl
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.csv_rows import NAME, EndlessRows, RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
+from fxpipe.threads import threads_for
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
     from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
-    from fxpipe.plan.spec import PadSpec, Plan
     from fxpipe.task.batch import Batch
     from fxpipe.task.hooks import MakeScheduler, OptimizerHook
     from fxpipe.task.model_file import Task
@@ -576,8 +576,6 @@ class CompileOptions:
 
     def for_task(self, task: Task) -> CompileOptions:
         """With what a model file and this machine decide where no option is given."""
-        from fxpipe.threads import threads_for
-
         threads = threads_for(self.threads, self.processes)
         pad_to = task.hooks.pad_to if self.pad_to is None else self.pad_to
         return replace(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.options import option
-from fxpipe.settings import pair, pairs
+from fxpipe.settings import pair, pairs, read
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +49,6 @@ class ModelOptions:
             TaskError: it cannot be loaded, or does not read such a setting.
         """
         from fxpipe.plan.current import check_known
-        from fxpipe.settings import read
         from fxpipe.task.captured import read_of
         from fxpipe.task.model_file import load_task
 
