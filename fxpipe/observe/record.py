@@ -88,18 +88,7 @@ class RecordedStep:
 
 
 class Record:
-    """Collects a run's steps on worker 0.
-
-    A line of `metrics.jsonl` is `{"step", "loss", "metrics", "epoch", "lr", "grad_norm", "loss_scale", "skipped",
-    "seconds", "samples_per_second", "tokens_per_second", "tflops_per_device", "mfu"}`: steps and epochs count from 1,
-    `seconds` is the time since training began and the rates (`fxpipe/observe/rates.py`; those that are known) are those
-    of this step alone, all without evaluations; `loss`, `grad_norm` and each of `metrics`
-    are null if they are not finite. `metrics` (`{name: value}`) is there only if the loss comes with some, `epoch`
-    only if it is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one,
-    `grad_norm` (of all workers' gradients, before clipping) only with clipping, `loss_scale` only if the loss was
-    multiplied by one, and `"skipped": true` if gradients overflowed then, so that the step made no update. An
-    evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`, with `"best": true` where its
-    weights were kept as the best so far; one of averaged weights `{"step", "averaged": {name: mean}}`, after that.
+    """Collects a run's steps on worker 0. `docs/reference/files.md` describes the lines of `metrics.jsonl`.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
