@@ -159,7 +159,7 @@ def compare_schedules(
     """
     wanted = Counts(tuple(counts)) if counts else source.counts(options)
     found = compare(lambda count, say: source.read(count, True, say), options, wanted, say, modes=modes)
-    return Schedules(found.rows, found.samples, found.best.schedule)
+    return Schedules(found.rows, found.best.sized.samples, found.best.schedule)
 
 
 def plan_replicas(

@@ -42,14 +42,12 @@ class Compared:
         best: the fastest.
         rows: all candidates, the best first; then the numbers of microbatches that no schedule can use.
         partitions: as in `Ranking`.
-        samples: in a minibatch; None for a profile.
         ratios: the bytes that travel for each byte of values.
     """
 
     best: SimulatedPlan
     rows: tuple[ScheduleForecast, ...]
     partitions: tuple[Partition, ...]
-    samples: int | None
     ratios: Ratios
 
 
@@ -106,7 +104,9 @@ def choose_schedule(
     def fixed(count: int) -> Cuts | None:
         """The cuts, if they are given."""
         one, own = found[count], found[count].step.options
-        return None if own.planned else choose_cuts(one.program, one.whole, own, own.setting(one.program.device)).cuts
+        if own.planned:
+            return None
+        return choose_cuts(one.program, one.input.whole, own, own.setting(one.program.device)).cuts
 
     def take(best: Setting, say: Say) -> None:
         decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
@@ -201,7 +201,7 @@ def compare(
                 del usable[best.microbatches]
                 continue
             rows = (*ranking.rows, *refused)
-            return Compared(ranking.best, rows, ranking.partitions, ranking.best.sized.samples, ratios)
+            return Compared(ranking.best, rows, ranking.partitions, ratios)
     raise failures[-1 if otherwise else 0]
 
 

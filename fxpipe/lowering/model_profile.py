@@ -14,7 +14,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import SharedCosts, StepCosts, step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
-from fxpipe.planner.profile import PlanInput, Profile
+from fxpipe.planner.profile import PlanInput
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
 from fxpipe.task.model_view import of_parameters, without_values
@@ -27,33 +27,15 @@ class StepProfile:
     Attributes:
         step: the captured step.
         program: with its units numbered, without metrics.
-        whole, `apart`: as in `PlanInput`.
+        input: of the planner.
         costs_of_whole, costs_of_apart: the costs of their nodes, and of the optimizer.
     """
 
     step: CapturedStep
     program: Program
-    whole: Profile
-    apart: Profile
+    input: PlanInput
     costs_of_whole: StepCosts
     costs_of_apart: StepCosts
-
-    @property
-    def input(self) -> PlanInput:
-        """The input of the planner."""
-        program, optimizer, count = self.program, self.costs_of_whole.optimizer, self.step.options.count
-        few = self.step.few(self.step.options.made_schedule)
-        first = next(b.leaf.tensor for b in self.step.program.batch if b.leaf.tensor is not None)
-        return PlanInput(
-            self.whole,
-            self.apart,
-            count,
-            (first.shape[0] if first.shape else 1) * count,
-            optimizer,
-            program.device,
-            (*program.warnings, *([few] if few else []), *([optimizer.doubt] if optimizer.doubt else [])),
-            program.batch_norm,
-        )
 
 
 def profile_model(
@@ -97,4 +79,16 @@ def profile_model(
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, shared)
         apart = again.profile(without_metrics(run_passes(split_up, [again.of_nodes])), levels)
-    return StepProfile(step, planned, whole, apart, costs, again)
+    few, optimizer, count = step.few(options.made_schedule), costs.optimizer, options.count
+    first = next(b.leaf.tensor for b in captured.batch if b.leaf.tensor is not None)
+    made = PlanInput(
+        whole,
+        apart,
+        count,
+        (first.shape[0] if first.shape else 1) * count,
+        optimizer,
+        planned.device,
+        (*planned.warnings, *([few] if few else []), *([optimizer.doubt] if optimizer.doubt else [])),
+        planned.batch_norm,
+    )
+    return StepProfile(step, planned, made, costs, again)
