@@ -6,7 +6,6 @@ two similar models can be compared, too.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,7 +51,7 @@ def difference(
     """What differs between two builds, by their facts.
 
     Args:
-        first_files, second_files: digests of the "sources", of the stages' "code" and of the "weights", by name.
+        first_files, second_files: by name, digests of the "sources" and of the "weights", and the stages' "code".
         names: of the builds.
 
     Returns:
@@ -70,7 +69,9 @@ def difference(
         "edited": stages that were edited, "stale": sources that changed after compiling, of both builds;
         "units", "nodes", "balance", "forecast": of both builds.
     """
-    moved = [row for phase in _phases(first, second) for row in _moved(first, second, phase)]
+    apart = any(unit["weights"] != unit["backward"] for facts in (first, second) for unit in facts["units"])
+    phases = ("forward", "backward", *(["weights"] if apart else []))
+    moved = [row for phase in phases for row in _moved(first, second, phase)]
     files, others = first_files or {}, second_files or {}
     found: Json = {
         "first": names[0],
@@ -89,22 +90,21 @@ def difference(
         "units": [len(facts["units"]) for facts in (first, second)],
         "nodes": [len(facts["nodes"]["rows"]) for facts in (first, second)],
         "balance": [_balance(facts) for facts in (first, second)],
-        "forecast": [_forecast(facts["forecast"]) for facts in (first, second)],
+        "forecast": [
+            forecast and {name: forecast[name] for name in ("samples_per_second", "bubble")}
+            for forecast in (first["forecast"], second["forecast"])
+        ],
     }
     return {"identical": _identical(found), **found}
 
 
 def _files(subject: Subject) -> Files:
-    """Digests of a build's sources, stages and weights. A stage's header is left out: it has the command line."""
+    """A build's stages without their headers, which have the command line; digests of its sources and weights."""
     return {
         "sources": subject.plan.sources,
-        "code": {name: _digest(source.partition('\n"""\n')[2] or source) for name, source in subject.files.items()},
+        "code": {name: source.partition('\n"""\n')[2] or source for name, source in subject.files.items()},
         "weights": {subject.plan.weights_file: subject.plan.weights_digest},
     }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _identical(found: Json) -> bool:
@@ -126,11 +126,6 @@ def _settings(first: Json, second: Json) -> list[Json]:
     own = [{name: row["value"] for name, row in facts["build"]["settings"].items()} for facts in (first, second)]
     pairs += [(f"setting {name}", own[0].get(name), own[1].get(name)) for name in {**own[0], **own[1]}]
     return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
-
-
-def _phases(first: Json, second: Json) -> tuple[str, ...]:
-    apart = any(unit["weights"] != unit["backward"] for facts in (first, second) for unit in facts["units"])
-    return ("forward", "backward", *(["weights"] if apart else []))
 
 
 def _keyed(facts: Json) -> dict[tuple[str, int], Json]:
@@ -239,7 +234,3 @@ def _balance(facts: Json) -> float:
     workers, microbatches = facts["workers"], facts["build"]["microbatches"]
     totals = [microbatches * (w["forward_ms"] + w["backward_ms"]) + w["update_ms"] for w in workers]
     return sum(totals) / len(totals) / (max(totals) or 1.0)
-
-
-def _forecast(forecast: Json | None) -> Json | None:
-    return None if forecast is None else {name: forecast[name] for name in ("samples_per_second", "bubble")}
