@@ -253,7 +253,7 @@ def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -
     from rich.text import Text
 
     titles, rows = table.written()
-    columns = _widths(titles, rows)
+    columns = {i: max(len(title), *(_text(row[i]).cell_len for row in rows)) for i, title in enumerate(titles)}
     if not whole:
         columns = _fitting(table.columns, columns, console.width)
     heads = [_aligned(Text(plain(titles[i])), table.columns[i].kind.left, w) for i, w in columns.items()]
@@ -284,10 +284,6 @@ def mark(worker: int, after: str = "") -> Text:
     from fxpipe.inspection.report.marks import colour
 
     return Text(f"{worker}{after}", style=f"bold {colour(worker)}")
-
-
-def _widths(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
-    return {i: max(len(title), *(_text(row[i]).cell_len for row in rows)) for i, title in enumerate(titles)}
 
 
 def _wide(columns: dict[int, int]) -> int:

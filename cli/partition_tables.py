@@ -95,13 +95,9 @@ class PlannedCuts:
             result |= {"replicas": list(replicas), "configuration": notation(replicas), "processes": sum(replicas)}
             result["minibatch_ms"] = milliseconds
             result["instead_of"] = timed.faster or None
-        if self.subject.samples is not None:
-            result["samples_per_second"] = self._rate(timed)
+        if (samples := self.subject.samples) is not None:
+            result["samples_per_second"] = samples / timed.seconds if timed.seconds else math.inf
         return result
-
-    def _rate(self, timed: TimedPartition) -> float:
-        assert self.subject.samples is not None
-        return self.subject.samples / timed.seconds if timed.seconds else math.inf
 
     def show(self) -> None:
         """A table for each kind of cuts, with a row for each worker; then the times of minibatches."""

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from fxpipe.build.build import Build
 from fxpipe.checkpoint.safetensors_file import read_digests
 from fxpipe.errors import ExportError, listed
-from fxpipe.plan.spec import TensorSpec
 from fxpipe.runtime.worker.final_weights import final_tensors
 
 
@@ -46,9 +44,9 @@ def with_trained(build: Build, file: str | Path) -> Build:
         if not given:
             missing.append(row.names[0])
         for name, value in given:
-            if not _fits(value, row.spec):
-                kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-                other.append(f"{name} is {kind}, not {row.spec.dtype}{list(row.spec.shape)}")
+            kind, wanted = f"{value.dtype}{list(value.shape)}", f"torch.{row.spec.dtype}{list(row.spec.shape)}"
+            if kind != wanted:
+                other.append(f"{name} is {kind}, not {wanted}".replace("torch.", ""))
             tensors[row.names[0]] = value
     wrong = [("missing", missing), ("not of the model", sorted(unknown)), ("of another kind", other)]
     lines = [f"{what}: {listed(names, 8)}" for what, names in wrong if names]
@@ -59,7 +57,3 @@ def with_trained(build: Build, file: str | Path) -> Build:
             hint="use the model.safetensors of a run of this build",
         )
     return dataclasses.replace(build, tensors=tensors)
-
-
-def _fits(value: Tensor, spec: TensorSpec) -> bool:
-    return tuple(value.shape) == tuple(spec.shape) and str(value.dtype) == f"torch.{spec.dtype}"

@@ -12,7 +12,6 @@ from fxpipe.schedule.action import Action
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import ActionMemory, memory_of
 from fxpipe.simulator.result import Simulation
-from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
 
 MINIBATCHES = 12
@@ -28,24 +27,21 @@ def outlook(subject: Subject, recipe: Recipe) -> tuple[dict[str, Any], dict[str,
     scenario, steady = expect(subject.plan, subject.costs, recipe)
     period = steady.seconds_per_minibatch
     rate = steady.samples_per_second(samples_of(subject.plan))
+    own, rows = subject.plan.own_microbatches, range(subject.plan.workers)
     forecast = {
         "schedule": names[0],
         "policy": names[1],
         "samples_per_second": rate if period else None,  # JSON has no infinity
         "milliseconds": 1e3 * period,
         "bubble": steady.bubble,
-        "busy": [_share(scenario, k, subject.plan.own_microbatches, period) for k in range(subject.plan.workers)],
+        "busy": [scenario.busy(k, own) / period if period else 0.0 for k in rows],
     }
-    shown, rows = _minibatches(subject), range(subject.plan.workers)
+    shown = _minibatches(subject)
     memory = [
         memory_of(subject.plan, subject.costs, recipe.demand, worker, list(recipe.schedule.until(worker, shown)))
         for worker in rows
     ]
     return forecast, _timeline(simulate(recipe.schedule, scenario, shown), memory)
-
-
-def _share(scenario: Scenario, worker: int, microbatches: int, period: float) -> float:
-    return scenario.busy(worker, microbatches) / period if period else 0.0
 
 
 def _minibatches(subject: Subject) -> int:

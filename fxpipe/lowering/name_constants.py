@@ -27,13 +27,10 @@ def name_constants(program: Program, prefix: str, known: Mapping[str, torch.Tens
         for row in part.buffers:
             if row.constant:
                 tensor = part.values[row.node]
-                same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
-                row = dataclasses.replace(row, names=(same or f"{prefix}.{row.names[0]}",))
+                spec = tensor_spec(tensor)
+                alike = (name for name, t in constants.items() if tensor_spec(t) == spec and torch.equal(t, tensor))
+                row = dataclasses.replace(row, names=(next(alike, f"{prefix}.{row.names[0]}"),))
             rows.append(row)
         return dataclasses.replace(part, buffers=tuple(rows), totals=part.totals and named(part.totals))
 
     return named(program)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor_spec(one) == tensor_spec(other) and torch.equal(one, other)

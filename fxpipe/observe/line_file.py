@@ -56,7 +56,7 @@ class LineFile:
             partial.unlink(missing_ok=True)  # of a run that was interrupted while an earlier one's file existed
             self._file = AppendedFile(partial if path.exists() else path)
             return
-        elsewhere = [] if earlier is None or _same(earlier, path) else [partial_lines(earlier), earlier]
+        elsewhere = [] if earlier is None or earlier.resolve() == path.resolve() else [partial_lines(earlier), earlier]
         # If the run comes from another folder, a file that is here is another run's.
         there = [f for f in elsewhere if f.exists()] or [f for f in (partial, path) if f.exists()] or [path]
         found = there[0] if len(there) == 1 else max(there, key=lambda file: _reach(file, continue_after))
@@ -98,10 +98,6 @@ class LineFile:
     def problems(self) -> list[dict[str, Any]]:
         """See `AppendedFile.problems`."""
         return [problem | {"file": self.path.name} for problem in self._file.problems]
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _lines(path: Path, after: int) -> Iterator[tuple[bytes, dict[str, Any]]]:

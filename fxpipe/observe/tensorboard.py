@@ -71,7 +71,7 @@ class TensorboardLog(Logger):
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         self._step, self._seconds = step, seconds
         for name, value in values.items():
-            self._scalar(name, value)
+            self._add(summary=self._summary.scalar(name, float(value) if math.isfinite(value) else math.nan))
 
     def close(self) -> None:
         self._file.close()
@@ -80,11 +80,6 @@ class TensorboardLog(Logger):
     def problems(self) -> list[dict[str, Any]]:
         """See `AppendedFile.problems`."""
         return self._file.problems
-
-    def _scalar(self, tag: str, value: float) -> None:
-        value = float(value)
-        value = value if math.isfinite(value) else math.nan
-        self._add(summary=self._summary.scalar(tag, value))
 
     def _add(self, **what: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -145,16 +145,12 @@ def _plain_view(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_o
         inner = 1 + sum((size[e] - 1) * stride[e] for e in axes if stride[e] < step)
         width = part.shape[-1]
         if count * step > width:
-            part = _padded(part, count * step - width)
+            part = torch.cat([part, part.new_zeros((*part.shape[:-1], count * step - width))], -1)
         part = part.reshape(*part.shape[:-1], count, step)[..., :inner]
     part = part.reshape([size[d] for d in axes])
     part = part.permute([axes.index(d) for d in sorted(axes)])
     full = part.reshape([size[d] if d in axes else 1 for d in range(len(size))])
     return full.expand(list(size))
-
-
-def _padded(x: Tensor, more: int) -> Tensor:
-    return torch.cat([x, x.new_zeros((*x.shape[:-1], more))], -1)
 
 
 def decomposition_table() -> Decompositions:

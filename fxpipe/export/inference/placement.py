@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import fx
 
 from fxpipe.errors import ExportError, listed
@@ -31,7 +29,8 @@ def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
     for node in calls:
         arrive = [found[n] for n in node.all_input_nodes if n in found]
         least = max(arrive, default=0)
-        weights = [_first_from(least, reads[n]) for n in node.all_input_nodes if reads.get(n)]
+        readers = [reads[n] for n in node.all_input_nodes if reads.get(n)]
+        weights = [min((worker for worker in each if worker >= least), default=least) for each in readers]
         if arrive or weights:
             found[node] = max([least, *weights])
     for node in reversed(calls):
@@ -75,7 +74,3 @@ def _forward_readers(plan: Plan | None, name: str) -> list[int]:
     """The workers whose forward reads a parameter or buffer, in order."""
     stages = plan.stages if plan else ()
     return [k for k, stage in enumerate(stages) if name in (*stage.forward.weights, *stage.forward.buffers)]
-
-
-def _first_from(least: int, workers: Iterable[int]) -> int:
-    return min((worker for worker in workers if worker >= least), default=least)

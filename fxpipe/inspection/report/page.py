@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -121,10 +121,6 @@ def _how_far(name: str, timeline: Json, last: float, end: float) -> str:
     return words
 
 
-def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, Any]]]:
-    return [(f"worker {w}", stroke(w)) for w in workers]
-
-
 def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str, str]]]:
     """For each rank its steps: action, version, class, and the cell in words; all empty if the rank waits.
 
@@ -154,7 +150,8 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {name: getattr(formats, name) for name in ("text", "count", "share")}
-    made.filters |= {"strokes": _strokes, "drawn": drawn, "folded": folded}
+    made.filters |= {"drawn": drawn, "folded": folded}
+    made.filters["strokes"] = lambda workers: [(f"worker {w}", stroke(w)) for w in workers]
     made.globals |= {
         "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": _cells, "tables": tables, "overview": overview,
         "charts": charts, "tag": tag, "spent_kinds": charts.spent_kinds,

@@ -148,7 +148,8 @@ class TraceWriter:
         order.sort(key=ends.__getitem__, reverse=True)
         order.sort(key=begins.__getitem__)
         open_ends: list[int] = []
-        place = f'{self._place(worker, replica)},"ts":'
+        process, row = row_of(worker, self._placement, replica)
+        place = f'"pid":{process},"tid":{row},"ts":'
         for i in order:
             kind, begin, end = kinds[i], begins[i], ends[i]
             while open_ends and open_ends[-1] <= begin:
@@ -166,10 +167,6 @@ class TraceWriter:
                 f'"dur":{(end - begin) / 1e3:.3f},{link}'
                 f'"args":{{"minibatch":{minibatches[i]},"microbatch":{microbatches[i]}}}}}'
             )
-
-    def _place(self, worker: int, replica: int) -> str:
-        process, row = row_of(worker, self._placement, replica)
-        return f'"pid":{process},"tid":{row}'
 
     def _write(self, lines: Iterable[str]) -> None:
         assert self._file is not None
