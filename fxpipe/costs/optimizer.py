@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fxpipe.costs.allocations import TrackedAllocations, tensors_in
 from fxpipe.costs.timer import Clock, Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import PolicyError, TaskError
-from fxpipe.optimizer.hook import make_optimizer
-from fxpipe.optimizer.small_copies import hold_still, shrunk, users
+from fxpipe.optimizer.hook import hold_still, make_optimizer, shrunk, users
 from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, rule_of

@@ -19,10 +19,9 @@ from fxpipe.messages import say
 from fxpipe.plan.spec import PartSpec, Phase, Plan
 from fxpipe.precision import cudnn_takes_tf32
 from fxpipe.random_state import random_state, set_random_state
-from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.compare import TOLERANCE, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import LoadedStage
-from fxpipe.stages.part_call import Function, PartCall
+from fxpipe.stages.part_call import Function, PartCall, ReadyComm
 from fxpipe.stages.pure_function import in_float64, receive, send
 from fxpipe.stages.pure_part import trace_stage
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.costs.timer import Rounds, clock_of, quartile
-from fxpipe.optimizer.small_copies import hold_still
+from fxpipe.optimizer.hook import hold_still
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, listed
+from fxpipe.optimizer.hook import users
 from fxpipe.optimizer.play import Copies, Played, TooLong
-from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.optimizer.hook import make_optimizer
+from fxpipe.optimizer.hook import make_optimizer, shrunk
 from fxpipe.optimizer.known import looks_at_each_alone
-from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.optimizer.state_outside import state_outside
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch

@@ -28,9 +28,8 @@ from fxpipe.ir.program import ONE_DRAW
 from fxpipe.ir.recurrent_layer import is_left
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpec
-from fxpipe.stages.comm import Handed
 from fxpipe.stages.loaded import LoadedStage, stage_line
-from fxpipe.stages.part_call import PartCall
+from fxpipe.stages.part_call import Handed, PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, blank, hoist_draws
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, pytree, schema_of

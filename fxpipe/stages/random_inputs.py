@@ -18,7 +18,7 @@ from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import ONE_DRAW
 from fxpipe.plan.spec import TensorSpec
-from fxpipe.stages.comm import OneDraw
+from fxpipe.stages.part_call import OneDraw
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import pytree
 

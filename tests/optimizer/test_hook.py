@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TaskError
-from fxpipe.optimizer.hook import make_optimizer
-from fxpipe.optimizer.small_copies import hold_still, shrunk, users
+from fxpipe.optimizer.hook import hold_still, make_optimizer, shrunk, users
 from fxpipe.task.one_optimizer import OptimizerRefused
 
 

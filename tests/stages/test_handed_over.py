@@ -26,11 +26,10 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BucketSpec, Plan, StepSpec
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
-from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.loaded import load_stage_text, load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.minibatch import Minibatches
-from fxpipe.stages.part_call import PartCall
+from fxpipe.stages.part_call import PartCall, ReadyComm
 from fxpipe.stages.pure_function import Compute, in_float64
 from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.typed_json import Malformed

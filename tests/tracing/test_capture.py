@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
-from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.part_call import ReadyComm
 
 Pair = collections.namedtuple("Pair", "x y")
 

@@ -12,8 +12,8 @@ from small_models import CASES
 from torch import Tensor
 
 from fxpipe.costs.allocations import TrackedAllocations
-from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.part_call import ReadyComm
 
 QUICK = ("gpt", "conv", "checkpoint")
 SCHEDULES = {"B and W together": "1f1b", "weight gradients apart": "zb-h1"}
