@@ -1,12 +1,11 @@
 """What a pass is, and the runner that applies a list of them.
 
-The runner times and verifies, observers count and dump; none of it is code in a pass.
+The runner verifies, observers count and dump; none of it is code in a pass.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +40,12 @@ class Pass(ABC):
 
 @dataclass(frozen=True)
 class Applied:
-    """A pass that has run: its number from 1, the programs before and after it, and how long it took."""
+    """A pass that has run: its number from 1, and the programs before and after it."""
 
     number: int
     step: Pass
     before: Program
     program: Program
-    seconds: float
 
 
 Observer = Callable[[Applied], None]
@@ -72,9 +70,7 @@ def run_passes(
     verify(program)
     for number, step in enumerate(passes, start=first):
         before = program
-        start = time.perf_counter()
         program = step(before)
-        seconds = time.perf_counter() - start
         if program.level != step.provides:
             raise VerifyError(f"pass {step.name} left a program at {program.level.name}, not {step.provides.name}")
         try:
@@ -83,7 +79,7 @@ def run_passes(
             error.where = f"after pass {step.name}"
             raise
         for observe in observers:
-            observe(Applied(number, step, before, program, seconds))
+            observe(Applied(number, step, before, program))
     return program
 
 

@@ -30,6 +30,10 @@ class Point(NamedTuple):  # a tuple: read millions of times
     lags: tuple[int, ...] | None = None
 
 
+_Placed = tuple[float, int, Point]
+"""A point, after the share and the place of the action at which it is."""
+
+
 class Outgoing(NamedTuple):
     """Weights that a worker sends after its updates, up to the last version that any worker will read."""
 
@@ -58,7 +62,7 @@ class Script:
 def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Script]:
     """Every worker's script for one run, with empty channels."""
     directions: dict[tuple[int, int], Direction] = {}
-    steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
+    steps: dict[tuple[int, Phase], list[_Placed]] = {}
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
     def channel(src: int, dst: int, size: float, count: int, turn: int) -> Channel:
@@ -74,13 +78,11 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
         newest = min(lag for _, lags in copy.reads for lag in lags if lag != NEVER)
         outgoing[copy.owner].append(Outgoing(weights, minibatches - 1 - newest))
         for phase, lags in copy.reads:
-            steps.setdefault((copy.reader, phase), []).append(
-                _ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags))
-            )
+            steps.setdefault((copy.reader, phase), []).append((0.0, BEFORE_ALL, Point(0.0, weights, False, lags)))
     for m in (*scenario.messages, *tokens(scenario, schedule)):
         value = channel(m.src, m.dst, m.bytes, schedule.microbatches * minibatches, m.turn)
-        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
-        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, m.places[0], Point(0.0, value, True)))
+        steps.setdefault((m.dst, m.dst_phase), []).append((m.needed, m.places[1], Point(0.0, value)))
+        steps.setdefault((m.src, m.src_phase), []).append((m.made, m.places[0], Point(0.0, value, True)))
     return [
         Script(
             {
@@ -116,13 +118,7 @@ def tokens(scenario: Scenario, schedule: Schedule) -> Iterator[Message]:
                 yield Message(worker, "B", before, "B", 0.0)
 
 
-class _ScriptStep(NamedTuple):
-    share: float
-    place: int
-    point: Point
-
-
-def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
+def _walk(steps: list[_Placed], seconds: float) -> Iterator[Point]:
     """The points in order of share, then place."""
     done = 0.0
     for share, _, point in sorted(steps, key=itemgetter(0, 1)):
