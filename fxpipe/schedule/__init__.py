@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fxpipe.errors import ScheduleError, near
 from fxpipe.plan.spec import Plan
-from fxpipe.schedule.action import Action, Event, parse_row
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import check, grid
@@ -223,7 +223,6 @@ __all__ = [
     "make",
     "of_plan",
     "of_text",
-    "parse_row",
     "read_csv",
     "register",
     "schedule_text",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -108,7 +108,7 @@ def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
 
 
-def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] | None = None) -> str:
+def grid(schedule: Schedule, minibatches: int) -> str:
     """The picture of a run from an empty pipeline to an empty pipeline; each action takes one unit of time.
 
         worker 0: F0 F1 .. B0 .. B1
@@ -116,14 +116,11 @@ def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], st
 
     A rank with several workers has one row: `rank 0: 0:F0 1:F0 .. 1:B0 0:B0`.
 
-    Args:
-        label: the text of a cell, given worker and action.
-
     Raises:
         ScheduleError: like `check`.
     """
     steps = play(schedule, read(schedule, minibatches))
-    return picture_of(schedule, timeline(schedule, steps, label or label_of(schedule)))
+    return picture_of(schedule, timeline(schedule, steps, label_of(schedule)))
 
 
 def _full(schedule: Schedule) -> int:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_schedule import action_of
 
-from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Action, parse_row
+from fxpipe.schedule import Action
 
 actions = st.builds(Action, st.sampled_from("FBW"), st.integers(0, 10**6), st.integers(0, 1000))
 
@@ -20,19 +19,5 @@ def test_the_written_form() -> None:
 
 
 @given(actions)
-def test_parse_is_the_inverse_of_str(action: Action) -> None:
-    assert Action.parse(str(action)) == action
-
-
-@given(st.lists(actions))
-def test_a_row_is_its_actions_with_spaces(row: list[Action]) -> None:
-    assert parse_row(" ".join(map(str, row))) == row
-
-
-@pytest.mark.parametrize(
-    "text", ["", "F", "3", "U3", "f3", "w3", "F3.", "F3.0", "F03", "F-1", "F3 ", "F٣", "F3\n", "F3B3"]
-)
-def test_anything_else_is_refused_by_its_text(text: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        Action.parse(text)
-    assert f"'{text}'" in caught.value.what
+def test_it_says_all_of_an_action(action: Action) -> None:
+    assert action_of(str(action)) == action

@@ -8,7 +8,7 @@ import pytest
 from written_schedule import Written, WrittenApart
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Action, Async, check, grid, make
+from fxpipe.schedule import Action, check, grid, make
 from fxpipe.schedule.check import held, moments
 
 
@@ -118,6 +118,6 @@ def test_an_action_of_an_earlier_minibatch_is_refused() -> None:
 
 
 def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
-    lines = grid(Async(11), 1, label=lambda worker, action: f"{action}@{worker}").splitlines()
-    assert lines[0].startswith("worker  0: F0@0  ..    ..")
-    assert lines[10].endswith("..    F0@10 B0@10")
+    lines = grid(make("gpipe", 11, 2), 1).splitlines()
+    assert lines[0].startswith("worker  0: F0   F0.1 ..   ..")
+    assert lines[10].endswith("..   F0   F0.1 B0   B0.1")

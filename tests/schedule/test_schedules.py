@@ -12,6 +12,7 @@ from textwrap import dedent, indent
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_schedule import row_of
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import (
@@ -28,7 +29,6 @@ from fxpipe.schedule import (
     check,
     grid,
     make,
-    parse_row,
 )
 from fxpipe.schedule.check import held
 
@@ -207,7 +207,7 @@ def test_until_gives_up_on_a_backward_that_never_comes() -> None:
             yield from (a for a in islice(Async(1).actions(0, start), 100) if str(a) != "B1")
             pytest.fail("until still asks for more")
 
-    assert list(Forgets(1).until(0, 2)) == parse_row("F0 B0 F1")
+    assert list(Forgets(1).until(0, 2)) == row_of("F0 B0 F1")
 
 
 @pytest.mark.parametrize(("workers", "microbatches", "what"), [(0, 1, "workers"), (2, 0, "microbatches")])

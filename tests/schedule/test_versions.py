@@ -9,6 +9,7 @@ from math import ceil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_schedule import action_of
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import PHASES
@@ -106,13 +107,13 @@ def test_a_deadlock_is_refused() -> None:
 
 def test_async_late_updates_at_the_end_of_the_next_minibatch() -> None:
     schedule = AsyncLate(2, 3)
-    assert schedule.update_of(4) == Action.parse("B5.2")
-    assert schedule.updated_by(Action.parse("B5.2")) == 4
-    assert schedule.updated_by(Action.parse("B5.1")) is None
-    assert schedule.updated_by(Action.parse("F5.2")) is None
-    assert schedule.updated_by(Action.parse("B0.2")) is None
-    assert schedule.updated_by(Action.parse("B5.2"), start=5) is None  # what a flush has made already
-    assert schedule.ends(Action.parse("B0.2"))
+    assert schedule.update_of(4) == action_of("B5.2")
+    assert schedule.updated_by(action_of("B5.2")) == 4
+    assert schedule.updated_by(action_of("B5.1")) is None
+    assert schedule.updated_by(action_of("F5.2")) is None
+    assert schedule.updated_by(action_of("B0.2")) is None
+    assert schedule.updated_by(action_of("B5.2"), start=5) is None  # what a flush has made already
+    assert schedule.ends(action_of("B0.2"))
 
 
 @given(st.integers(1, 6), st.integers(1, 6))

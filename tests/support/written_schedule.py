@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxpipe.schedule import Action, Schedule, parse_row
+from fxpipe.schedule import Action, Schedule
+
+
+def action_of(text: str) -> Action:
+    """Read `str(action)`."""
+    minibatch, _, microbatch = text[1:].partition(".")
+    return Action(text[0], int(minibatch), int(microbatch or 0))  # type: ignore[arg-type]
+
+
+def row_of(text: str) -> list[Action]:
+    """One worker's actions, separated by spaces: `F0 F1 B0`."""
+    return [action_of(word) for word in text.split()]
 
 
 @dataclass(frozen=True)
@@ -17,7 +28,7 @@ class Written(Schedule):
     rows: tuple[str, ...] = ()
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        yield from parse_row(self.rows[worker])
+        yield from row_of(self.rows[worker])
 
 
 @dataclass(frozen=True)
