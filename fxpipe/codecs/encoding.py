@@ -80,13 +80,6 @@ class Encoding:
         return cls(**texts)
 
     @property
-    def text(self) -> str:
-        """The text that `parse` reads."""
-        if self.auto:
-            return AUTO
-        return ",".join(f"{kind}={asked}" for kind in _NAMED if (asked := getattr(self, kind))) or NONE
-
-    @property
     def asks(self) -> bool:
         """Whether any edge or copy is to be packed; if not, every edge is sent unchanged."""
         return self.auto or any(getattr(self, kind) not in ("", NONE) for kind in KINDS)

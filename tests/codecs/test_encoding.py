@@ -36,7 +36,6 @@ def of_all_kinds(text: str, spec: TensorSpec) -> list[str]:
 )
 def test_what_a_float_tensor_gets(text: str, codecs: list[str]) -> None:
     assert of_all_kinds(text, tensor(64, 64)) == codecs
-    assert Encoding.parse(Encoding.parse(text).text) == Encoding.parse(text)
 
 
 def test_outer_steps_get_only_what_is_named_for_them() -> None:
@@ -48,7 +47,6 @@ def test_outer_steps_get_only_what_is_named_for_them() -> None:
         assert not Encoding.parse(text).asks
         assert of_all_kinds(text, tensor(64, 64)) == [""] * 5
         assert of_all_kinds(text, tensor(4096, dtype=torch.int64)) == [""] * 5
-        assert Encoding.parse(Encoding.parse(text).text) == Encoding.parse(text)
 
 
 def test_truth_values_and_whole_numbers_lose_nothing() -> None:
