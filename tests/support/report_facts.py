@@ -243,7 +243,7 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
                 spans.append([w, "wait", after[2], 0, before[5], after[4]])
     spent = {
         "F": 3.1, "B": 5.4, "predict": 0.11, "update": 0.2, "send": 0.08, "receive": 0.05, "wait": 0.62, "data": 0.03,
-        "other": 0.2,
+        "save": 0.04, "other": 0.2,
     }  # fmt: skip
     rows = [
         {

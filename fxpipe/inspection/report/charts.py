@@ -13,6 +13,7 @@ from fxpipe.inspection.formats import ms, number, share
 from fxpipe.inspection.report.drawing import tag, ticks
 from fxpipe.inspection.report.marks import MARKS, look, stroke
 from fxpipe.inspection.tables import PARTS
+from fxpipe.observe.trace import OF_TRAINING
 
 Json = dict[str, Any]
 Points = Sequence[tuple[float, float | None]]
@@ -22,8 +23,6 @@ STEPS = 40
 
 POINTS = 1500
 """A line has at most about this many points."""
-
-SPENT = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "other")
 
 _GREY, _BLUE, _RED, _GREEN = "#777777", "#4C6FE0", "#C8502D", "#1E8A5F"
 EVALUATED = {
@@ -162,7 +161,7 @@ def spent(workers: Sequence[Json]) -> Markup:
 
 def spent_kinds(workers: Sequence[Json]) -> list[str]:
     """What any worker spent time on."""
-    return [kind for kind in SPENT if any(_of(w, kind) for w in workers)]
+    return [kind for kind in (*OF_TRAINING, "other") if any(_of(w, kind) for w in workers)]
 
 
 def _of(worker: Json, kind: str) -> float:
