@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
@@ -39,16 +38,17 @@ def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
     rows = read(schedule, minibatches, start)
     play(schedule, rows)
     own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
+    counts = [list(_counts(schedule, row)) for row in own]
     return Report(
-        in_flight=tuple(_at_once(row, "B") for row in own),
-        held=tuple(_at_once(row, schedule.last_phase) for row in own),
+        in_flight=tuple(max(waiting for waiting, _ in each) for each in counts),
+        held=tuple(max(map(sum, each)) for each in counts),
     )
 
 
 def held(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the most microbatches whose F is done and whose last action is not, with a full pipeline."""
     own = [schedule.of_worker(worker) for worker in range(schedule.workers)]
-    return tuple(_at_once(of.until(worker, _full(of)), of.last_phase) for worker, of in enumerate(own))
+    return tuple(max(map(sum, _counts(of, of.until(worker, _full(of))))) for worker, of in enumerate(own))
 
 
 @cache
@@ -56,7 +56,8 @@ def unreceived(schedule: Schedule) -> int:
     """After how many more of its own forwards a worker knows that an action's messages were all received."""
     if schedule.replica_of is not None:
         whole = schedule.of_all
-        return unreceived_of_replica(schedule, _at_once(whole.until(0, _full(whole)), "B"))
+        most = max(waiting for waiting, _ in _counts(whole, whole.until(0, _full(whole))))
+        return unreceived_of_replica(schedule, most)
     report = check(schedule, 2 if schedule.synchronous else 2 * schedule.filled_by + 2)
     # A worker that has ended B of a microbatch has ended W of the one that many earlier. In a chain, worker 0's B is
     # the last of all. In another graph, a worker learns of a B on a branch next to its own where the branches meet: the
@@ -74,9 +75,11 @@ def _fullest(schedule: Schedule) -> list[tuple[int, int]]:
     """For each worker, the microbatches between F and B, and between B and W, when its rank holds most."""
     found = [(0, 0)] * schedule.workers
     for rank in range(schedule.ranks):
-        now, most = dict.fromkeys(schedule.hosted(rank), (0, 0)), 0
-        for worker, action in schedule.row_until(rank, _full(schedule)):
-            now[worker] = _counted(schedule, now[worker], action)
+        row = list(schedule.row_until(rank, _full(schedule)))
+        walks = {own: _counts(schedule, [action for of, action in row if of == own]) for own in schedule.hosted(rank)}
+        now, most = {worker: next(walk) for worker, walk in walks.items()}, 0
+        for worker, _ in row:
+            now[worker] = next(walks[worker])
             if (total := sum(map(sum, now.values()))) > most:
                 most = total
                 for of, counts in now.items():
@@ -84,11 +87,14 @@ def _fullest(schedule: Schedule) -> list[tuple[int, int]]:
     return found
 
 
-def _counted(schedule: Schedule, counts: tuple[int, int], action: Action) -> tuple[int, int]:
-    """How many microbatches are between F and B, and between B and W, after one more action."""
-    waiting, later = counts
-    waiting += (action.phase == "F") - (action.phase == "B")
-    return waiting, later + ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
+def _counts(schedule: Schedule, row: Iterable[Action]) -> Iterator[tuple[int, int]]:
+    """How many microbatches are between F and B, and between B and W: before a worker's first action and after each."""
+    waiting = later = 0
+    yield waiting, later
+    for action in row:
+        waiting += (action.phase == "F") - (action.phase == "B")
+        later += ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
+        yield waiting, later
 
 
 def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
@@ -100,11 +106,7 @@ def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     if schedule.several:
         return (_fullest(schedule)[worker],)
     schedule = schedule.of_worker(worker)
-    found: set[tuple[int, int]] = {(0, 0)}
-    counts = 0, 0
-    for action in schedule.until(worker, _full(schedule)):
-        counts = _counted(schedule, counts, action)
-        found.add(counts)
+    found = set(_counts(schedule, schedule.until(worker, _full(schedule))))
     return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
 
 
@@ -126,12 +128,3 @@ def grid(schedule: Schedule, minibatches: int) -> str:
 def _full(schedule: Schedule) -> int:
     """How many minibatches a run needs to have filled the pipeline."""
     return 1 if schedule.synchronous else schedule.filled_by + 1
-
-
-def _at_once(row: Iterable[Action], last: Phase) -> int:
-    """The most microbatches whose F is done and whose action of the phase `last` is not."""
-    now = most = 0
-    for action in row:
-        now += (action.phase == "F") - (action.phase == last)
-        most = max(most, now)
-    return most
