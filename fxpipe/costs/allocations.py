@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.torch_private import TorchDispatchMode, memory_of
+from fxpipe.torch_private import TorchDispatchMode, memory_of, pytree
 
 
 class TrackedAllocations(TorchDispatchMode):
@@ -64,10 +64,6 @@ class TrackedAllocations(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def tensors_in(found: Any) -> Iterator[Tensor]:
+def tensors_in(found: Any) -> list[Tensor]:
     """The tensors in nested dictionaries, lists and tuples."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, (dict, list, tuple)):
-        for each in found.values() if isinstance(found, dict) else found:
-            yield from tensors_in(each)
+    return [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
