@@ -87,13 +87,11 @@ class _Interface:
         """The existing values that a worker's later calls read, in the order in which they are made."""
         wanted = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
         wanted.update(dict.fromkeys(n for n in self.gradients.values() if home_of(n) == worker))
-        kept = [n for n in wanted if n not in after and not self._is_local(n)]
+        # Each function takes parameters, and buffers without updates, as weights and buffers.
+        local = self.parameters.keys() | (self.buffers.keys() - self.updates.keys())
+        kept = [n for n in wanted if n not in after and n.name not in local]
         order = {n: i for i, n in enumerate(before)}
         return sorted(kept, key=lambda n: order.get(n, -1))
-
-    def _is_local(self, node: fx.Node) -> bool:
-        """Whether each function takes it as a weight or a buffer: parameters, and buffers without updates."""
-        return node.name in self.parameters or (node.name in self.buffers and node.name not in self.updates)
 
     def part(self, worker: int, phase: Phase, calls: list[fx.Node], passed: list[fx.Node], kept: list[fx.Node]) -> Part:
         """One phase of a worker: its calls as a graph, with its inputs and outputs."""

@@ -147,7 +147,8 @@ def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
     def seconds(work: Callable[[], None]) -> float:
         try:
             with users():
-                return quartile(_rounds(work, clock)) / size
+                rounds = [(measured, seconds_of(work, clock)) for measured in POLICY_ROUNDS.run()]
+                return quartile([taken for measured, taken in rounds if measured]) / size
         except TaskError:
             return 0.0
 
@@ -167,11 +168,6 @@ def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
         with contextlib.suppress(PolicyError):  # no run has it with this optimizer
             repairs[each.name] = seconds(functools.partial(repair, each.kind(made, dict.fromkeys(parameters, 1))))
     return PolicyTimes(prediction, repetition, tuple(repairs.items()))
-
-
-def _rounds(call: Callable[[], None], clock: Clock) -> list[float]:
-    """The seconds of every measured call."""
-    return [seconds for measured in POLICY_ROUNDS.run() if (seconds := seconds_of(call, clock)) and measured]
 
 
 def _sample(parameters: Named, numels: Iterable[float]) -> list[tuple[str, nn.Parameter]]:

@@ -75,18 +75,16 @@ class InductorEngine(Engine):
         return f"torch {torch.__version__}, {_machine()}"
 
     def build(self, part: PurePart, cache: Path | None) -> Compute:
-        file = f"{hashlib.sha256(self._situation(part.device).encode()).hexdigest()[:16]}.artifact"
+        # What compiled code depends on in addition to the part.
+        index = torch.cuda.current_device() if torch.device(part.device).type == "cuda" else "cpu"
+        situation = f"{self.version()}, {index}, {torch.get_num_threads()} threads"
+        file = f"{hashlib.sha256(situation.encode()).hexdigest()[:16]}.artifact"
         layouts = [Layout(i.tensor, i.name) for i in part.inputs]
         results = [Layout(o.tensor, o.name) for o in part.outputs]
         function = _load(part.device, cache, file) if cache is not None else None
         if function is None:
             function = self._compile(part, layouts, results, cache, file)
         return _Compiled(function, layouts, results)
-
-    def _situation(self, device: str) -> str:
-        """What compiled code depends on in addition to the part: `version`, device and number of threads."""
-        index = torch.cuda.current_device() if torch.device(device).type == "cuda" else "cpu"
-        return f"{self.version()}, {index}, {torch.get_num_threads()} threads"
 
     def _compile(
         self, part: PurePart, layouts: Sequence[Layout], results: Sequence[Layout], cache: Path | None, file: str

@@ -82,8 +82,8 @@ def check_per_worker(
         TaskError: it makes a difference, or it fails with one worker's parameters.
     """
     trained = [p for p in plan.parameters if p.trained]
-    if plan.sharded:
-        trained = [_of_replica(plan, p) for p in trained]
+    if plan.sharded:  # the owner is then the replica that updates it, numbered among all workers' replicas in order
+        trained = [replace(p, owner=p.owner * plan.dp + plan.updaters(p.owner).get(p.name, 0)) for p in trained]
     if make is None or not trained:
         return None
     with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1), _counted(plan):
@@ -137,11 +137,6 @@ def compare(together: Played, divided: Played) -> tuple[float, int]:
         if share[most] > worst[0]:
             worst = float(share[most]), most
     return worst
-
-
-def _of_replica(plan: Plan, row: ParameterSpec) -> ParameterSpec:
-    """A parameter whose owner is the replica that updates it, numbered among all workers' replicas in order."""
-    return replace(row, owner=row.owner * plan.dp + plan.updaters(row.owner).get(row.name, 0))
 
 
 def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:

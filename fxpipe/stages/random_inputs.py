@@ -62,19 +62,16 @@ class Draw:
     def __call__(self, device: torch.device | str, one_draw: OneDraw = nullcontext) -> Tensor:
         """Draw from torch's generator of `device`."""
         with one_draw(self.name) if self.name else nullcontext():
-            return self._drawn(device)
-
-    def _drawn(self, device: torch.device | str) -> Tensor:
-        if self.target is aten.native_dropout.default:
-            return self._mask(device)
-        args, kwargs = pytree.tree_map_only(
-            TensorSpec,
-            lambda spec: blank(spec, device),
-            (self.args, dict(self.kwargs)),
-            is_leaf=lambda value: isinstance(value, TensorSpec),
-        )
-        result: Tensor = self.target(*args, **kwargs)
-        return result
+            if self.target is aten.native_dropout.default:
+                return self._mask(device)
+            args, kwargs = pytree.tree_map_only(
+                TensorSpec,
+                lambda spec: blank(spec, device),
+                (self.args, dict(self.kwargs)),
+                is_leaf=lambda value: isinstance(value, TensorSpec),
+            )
+            result: Tensor = self.target(*args, **kwargs)
+            return result
 
     def _mask(self, device: torch.device | str) -> Tensor:
         """The mask of a dropout: True for the elements that it keeps."""

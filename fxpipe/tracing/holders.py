@@ -91,7 +91,9 @@ class Globals:
     def of(self, names: Collection[str]) -> Content:
         """What it holds under these names."""
         found = {name: self.module[name] for name in names if name in self.module}
-        return found if self.own else {name: value for name, value in found.items() if not _is_code(value)}
+        if self.own:
+            return found
+        return {name: v for name, v in found.items() if not (callable(v) or isinstance(v, types.ModuleType))}
 
     def write(self, content: Mapping[Any, Any]) -> None:
         for name in self.read().keys() - content.keys():
@@ -250,10 +252,6 @@ class Memory(Single):
     def write(self, content: Mapping[Any, Any]) -> None:
         if content != self.read():
             self.thing.cache_clear()
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) or isinstance(value, types.ModuleType)
 
 
 def _slots(cls: type) -> Iterator[str]:
