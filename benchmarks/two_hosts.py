@@ -117,9 +117,7 @@ def two_hosts(
             _do("ip", "-n", name, "link", "set", end, "gso_max_size", str(segment))
             _do("ip", "-n", name, "link", "set", end, "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
-            burst = max(2 * segment, int(bits / 8 * BURST))
-            shaped = ["rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(max(4 * burst, 1 << 22))]
-            _do("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf", *shaped)
+            _limit(name, end, bits, segment)
         hosts += (
             Host(name, end, f"{NETWORK}.{k + 1}", {path: folders[k] for path, folders in (own or {}).items()})
             for k, (name, end) in enumerate(zip(names, ends, strict=True))
@@ -157,6 +155,18 @@ def _delayed(names: Sequence[str], ends: Sequence[str], seconds: float) -> Itera
         if carrier is not None:
             carrier.kill()
             carrier.wait()
+
+
+def slow_down(hosts: Sequence[Host], bits: float) -> None:
+    """From now on the link lets so many bits a second through, each way."""
+    for host in hosts:
+        _limit(host.name, host.interface, bits, next(iter(SEGMENTS.values())))
+
+
+def _limit(name: str, interface: str, bits: float, segment: int) -> None:
+    burst = max(2 * segment, int(bits / 8 * BURST))
+    shaped = ["rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(max(4 * burst, 1 << 22))]
+    _do("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shaped)
 
 
 def _remove(name: str) -> None:

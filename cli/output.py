@@ -102,6 +102,13 @@ def only_json_on_stdout() -> Iterator[None]:
                 stream.close()
 
 
+def give_stdout_back() -> None:
+    """The process is about to become another one, which writes to the stdout that this one was given."""
+    if _json is not None:
+        with suppress(OSError, ValueError):
+            os.dup2(_json.fileno(), 1)
+
+
 def show_error(message: str) -> None:
     """An error, on stderr."""
     echo_styled("error: ", message, fg="red", bold=True)

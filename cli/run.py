@@ -16,7 +16,17 @@ from fxpipe.cli.command import group
 from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import AbsolutePath, option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
+from fxpipe.cli.output import (
+    echo,
+    emit_json,
+    give_stdout_back,
+    note,
+    print_columns,
+    show_error,
+    stdout_console,
+    warn,
+    working,
+)
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
 
@@ -193,12 +203,12 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         from fxpipe.runtime.process.ends import end_process
 
         with working("loading torch") if os.environ["RANK"] == "0" else nullcontext():
-            from fxpipe.runtime.process.start import join
+            from fxpipe.runtime.process.start import join_by_command
 
         if node := _other_node(options.build):
             note(f"{node} running here; the node of worker 0 shows progress and results")
         try:
-            summary = join(options)
+            summary = join_by_command(options, give_stdout_back)
         except PeerLost as error:  # another worker failed first, perhaps on another machine
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 show_error(str(error))

@@ -51,8 +51,9 @@ class LockHolder:
 
     @property
     def gone(self) -> bool:
-        """Whether it has certainly ended: only for processes that this one can see."""
-        return self.host == host_of_processes() and process_began(self.pid) not in (self.started, "unknown")
+        """Whether it has certainly ended: only for processes that this one can see, or has been (`os.exec`)."""
+        ended = process_began(self.pid) not in (self.started, "unknown")
+        return self.host == host_of_processes() and (ended or self.pid == os.getpid())
 
 
 def run_lock(out: str | Path) -> Path:

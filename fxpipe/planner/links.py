@@ -48,10 +48,6 @@ class Links:
         """Seconds from one worker to another."""
         return _entry(self.latency, source, target)
 
-    def of(self, source: int, target: int) -> tuple[float, float]:
-        """Both figures."""
-        return self.bandwidth_of(source, target), self.latency_of(source, target)
-
     def seconds(self, source: int, target: int, size: float) -> float:
         """How long a message of `size` bytes occupies its direction of the link, without the latency."""
         return size / self.bandwidth_of(source, target)

@@ -298,9 +298,7 @@ class RunOptions(PipelineOptions):
         metavar="N",
         help="Restart all workers, at most N times, when one dies without an error that explains it.",
     )
-    rebalance: bool = option(
-        False, help="Move units to other workers when workers or links have become slower (on one machine)."
-    )
+    rebalance: bool = option(False, help="Move units to other workers when workers or links have become slower.")
     on_loss: str = option(
         "end",
         choices=("end", REPLAN),

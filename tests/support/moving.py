@@ -28,6 +28,9 @@ def put_slowly(self, say, size, turn, now):
 
 if "RANK" in os.environ:
     SlowDirection.put = put_slowly
+    if os.path.exists(HERE + "/speeds"):  # under torchrun, where a test can change nothing else
+        from fxpipe.runtime.process import measured_speeds
+        measured_speeds.Window.speeds, measured_speeds.SAMPLES = lambda *_: (1.0, 0.25), 1
 
 def model():
     torch.manual_seed(1)
@@ -57,7 +60,8 @@ def train_data():
     return Data()
 
 def optimizer(named):
-    if "RANK" in os.environ and os.path.exists(HERE + "/refuse") and os.path.exists(HERE + "/out/rebalanced/1"):
+    back = '"over": true' in os.environ.get("FXPIPE_MOVED", "") or not os.path.exists(HERE + "/out/rebalanced/1")
+    if "RANK" in os.environ and os.path.exists(HERE + "/refuse") and not back:
         raise ValueError("not under these cuts")
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from two_hosts import Host, missing, two_hosts
+from moving import moving_build
+from safetensors.torch import load_file
+from two_hosts import Host, missing, slow_down, two_hosts
 
 from fxpipe.lowering.lower import compile
 from fxpipe.runtime.options import RunOptions
@@ -116,3 +118,26 @@ def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
     for said in (first, second):
         assert re.search(r"error: GLOO_SOCKET_IFNAME=eth77, and .* has no network interface of this name", said)
         assert re.search(r"hint: it has .*fx-(left|right)", said)
+
+
+def test_units_move_from_a_link_that_became_slower(tmp_path: Path) -> None:
+    """Nothing is imitated: the hosts' clocks are one, but their link is real. The flush keeps the bits."""
+    build = moving_build(tmp_path, 1500, widths=(12, 12, *(768,) * 4, 12), bandwidth="180Mbit")
+    run = ["run", build, "--threads", 1, "--rebalance", "--out", tmp_path / "out", "--json"]
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    with two_hosts(180e6) as hosts:
+        started = begin(hosts, tmp_path, *run)
+        until = time.monotonic() + 90
+        while not (metrics.is_file() and metrics.read_text().count("\n") > 100) and time.monotonic() < until:
+            time.sleep(0.1)
+        slow_down(hosts, 8e6)
+        said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    summary = json.loads(said[0][0])
+    (move,) = [move for move in summary["moves"] if "link" in move["because"]]
+    assert move["gain"] > 0.1
+    assert 0 < move["seconds"] < 90
+    assert re.search(r"link 0→1 [5-8]\.?\d* of 180 Mbit/s", move["because"]), move
+    run_local(RunOptions(str(build), threads=1, out=str(tmp_path / "local")))
+    trained, alone = (load_file(tmp_path / out / "model.safetensors") for out in ("out", "local"))
+    assert all(trained[name].equal(value) for name, value in alone.items())

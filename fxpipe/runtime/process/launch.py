@@ -270,7 +270,7 @@ def _attempt(
         exchange = prepared(folders, ROOM + ROOM_OF_PAIR * ranks**2, prepare)
         texts = RunFolder(exchange)
         if moves is not None:
-            moves.begin(texts, guardian)
+            moves.begin(texts.read, texts.write, guardian)
         if options.progress:
             say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
         started = WorkerProcesses(dataclasses.replace(options, exchange=str(exchange)), ranks, exchange, guardian)

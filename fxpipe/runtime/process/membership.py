@@ -36,7 +36,7 @@ from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Mesh, Plan
 from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import check_run, files_read, refuse_moves, task_of_run, writing
+from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing
 from fxpipe.runtime.process.device import own_device
 from fxpipe.runtime.process.ends import end_process, process_name, without_error
 from fxpipe.runtime.process.last_saved import name_checkpoint
@@ -99,9 +99,6 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
             "this process was not started by torchrun: it has no RANK and WORLD_SIZE",
             hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
         )
-    if options.exchange is None:
-        hint = "start `fxpipe run` without torchrun, on one machine"
-        refuse_moves(options, "these were started by torchrun", hint)
     pulse = pulse or Pulse()
     pulse.phase = "loading"
     rank, world = place

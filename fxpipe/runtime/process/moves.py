@@ -1,5 +1,5 @@
 """Moves units to other workers during a run, from the launcher: when speeds or links have changed, or a worker was
-lost.
+lost. Under torchrun, process 0 does it (`begin_again`).
 
     workers:   train ─────────────────────────┬─ save, end │ begin from the checkpoint, under the new cuts
     launcher:  their speeds │ compile the new cuts │ ask    │ start them
@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpipe.errors import BuildError, CheckpointError, FxpipeError, RunError, first_line
 from fxpipe.messages import say, warn
@@ -34,7 +34,7 @@ from fxpipe.runtime.process.measured_links import LinkTimes, replaced
 from fxpipe.runtime.process.measured_speeds import Window, Windows, promised
 from fxpipe.runtime.process.new_build import REBALANCED, NewBuild
 from fxpipe.runtime.process.resume import newest_options, step_before
-from fxpipe.runtime.wires.run_folder import ASKED, MOVE, TIMES, RunFolder
+from fxpipe.runtime.wires.run_folder import ASKED, MOVE, TIMES
 
 GAIN = 0.1
 """The least share of a step's time that a move must save."""
@@ -42,34 +42,12 @@ GAIN = 0.1
 WINDOWS = 2
 """How many windows in a row must show that, before cuts are compiled."""
 
+GONE_BACK = "so the run goes on under the cuts before, and makes no other moves"
+
 ALIKE = 0.1
 """Speeds for which cuts were compiled are tried again when one of them has changed by this share."""
-
-ALIKE_LINKS = 0.5
-"""The same for links."""
-
 GLANCE = 0.05
 """Seconds between two looks at a compile that the run waits for."""
-
-
-class _Tried(NamedTuple):
-    """What was measured when cuts were compiled: the speeds of ranks, and the links between them."""
-
-    speeds: tuple[float, ...] = ()
-    links: Links = Links()
-
-    def like(self, other: _Tried) -> bool:
-        """Whether all speeds have nearly the same ratios, and all links are nearly the same."""
-        if len(self.speeds) != len(other.speeds):
-            return False
-        ratios = [one / another for one, another in zip(self.speeds, other.speeds, strict=True)]
-        both = [
-            sorted(figures)
-            for pair in permutations(range(len(self.speeds)), 2)
-            for figures in zip(self.links.of(*pair), other.links.of(*pair), strict=True)
-        ]
-        alike = all(more <= less * (1 + ALIKE_LINKS) for less, more in both)
-        return alike and max(ratios) / min(ratios) < 1 + ALIKE
 
 
 class Moves:
@@ -80,6 +58,7 @@ class Moves:
 
     Attributes:
         options, plan: of the run as it is now.
+        since: when the time of the last move, or of the start, began, by `time.monotonic`.
         asked: the workers were asked to save the run and end, for a move.
         rows: `{"step", "because", "speeds", "before", "after", "gain", "seconds"}` for each move: after which step, and
             why, with the links that are other than at the compile; speeds by rank, as shares of what the build's costs
@@ -91,50 +70,55 @@ class Moves:
     """
 
     def __init__(self, options: RunOptions) -> None:
-        self.plan = plan = read_plan(options.build)
+        plan = read_plan(options.build)
         costs = read_costs(Path(options.build), plan)
         _check(options, plan, costs)
-        self.options = options
         if options.rebalance and options.checkpoint_every is None:
-            self.options = dataclasses.replace(options, checkpoint_every="asked")
+            options = dataclasses.replace(options, checkpoint_every="asked")
         self.asked = False
         self.rows: list[dict[str, Any]] = []
         self._built, self._first, self._first_costs = options.build, plan, costs or BuildCosts()
-        self._costs = self._first_costs
-        self._work = promised(plan, self._costs)
-        self._total = sum(self._work)
-        self._base = self._first_costs.links  # of these processes, as the first compile knew them
+        self._total = sum(promised(plan, self._first_costs))
+        self._take(options)
+        self._before = options
+        self._base = self._links = self._first_costs.links  # of these processes: at the first compile, at the last try
         self._seen = 0  # windows in a row in which a move might pay
-        self._tried = _Tried()
+        self._tried: tuple[float, ...] = ()  # the speeds for which cuts were compiled last
         self._window: Window | None = None
         self._compile: NewBuild | None = None
         self._gain = 0.0
-        self._begun = time.monotonic()
+        self.since = time.monotonic()
         self._start: float | None = None  # seconds until all workers train
 
-    def begin(self, texts: RunFolder, guardian: Guardian) -> None:
+    def _take(self, options: RunOptions) -> None:
+        self.options, self.plan = options, (plan := read_plan(options.build))
+        self._costs = read_costs(Path(options.build), plan) or BuildCosts()
+        work = promised(plan, self._costs)
+        self._work = tuple(one * self._total / sum(work) for one in work) if sum(work) else work
+
+    def begin(self, read: Callable[[str], str | None], write: Callable[[str, str], None], guardian: Guardian) -> None:
         """The workers are being started.
 
         Args:
-            texts: what they read.
+            read, write: a text by name, which all of them can read and write.
             guardian: of what is started for them.
         """
         self.end()
-        self._texts, self._guardian = texts, guardian
+        self._read, self._write, self._guardian = read, write, guardian
         self._windows, self._times = Windows(self.plan.ranks), LinkTimes(self._base)
         self._seen, self._start = 0, None
         if not self.rows or self.rows[-1]["seconds"] is not None:  # else the time of a move goes on
-            self._begun = time.monotonic()
+            self.since = time.monotonic()
         self.asked = False
 
     def look(self, signs: Sequence[Signs]) -> None:
         """Look at the workers, and at a compile that has begun; ask the workers to end if a move pays."""
         if self._start is None:
             if all(one.phase == "training" for one in signs):
-                self._start = time.monotonic() - self._begun
+                self._start = time.monotonic() - self.since
                 if self.rows and self.rows[-1]["seconds"] is None:
                     self.rows[-1]["seconds"] = self._start
-                    self._forget(self._before[0].build)
+                    self.forget(self._before.build)
             return
         if not self.asked and self.options.rebalance:
             try:
@@ -157,8 +141,8 @@ class Moves:
         """
         assert self._compile is not None
         build, self._compile = self._compile, None
-        because = "; ".join((f"speeds {numbers(self._tried.speeds)}", *self._slower()))
-        return self._go_on(build, because, self._tried.speeds, self._gain)
+        because = "; ".join((f"speeds {numbers(self._tried)}", *self._slower()))
+        return self._go_on(build, because, self._tried, self._gain)
 
     def back(self, error: FxpipeError) -> RunOptions | None:
         """The workers could not begin under the new cuts: the options with which they go on under the earlier ones.
@@ -168,11 +152,10 @@ class Moves:
         """
         if not self.rows or self.rows[-1]["seconds"] is not None or self.rows[-1]["gain"] is None:
             return None
-        warn(f"{error}\n  so the run goes on under the cuts before, and makes no other moves")
-        self._forget(self.options.build)
+        warn(f"{error}\n  {GONE_BACK}")
+        self.forget(self.options.build)
         self.rows.pop()
-        before, self.plan, self._costs, self._work = self._before
-        self.options = newest_options(dataclasses.replace(before, rebalance=False), before.out)
+        self._take(newest_options(dataclasses.replace(self._before, rebalance=False), self._before.out))
         return self.options
 
     def without_one(self, error: FxpipeError, furthest: int, requests: StopRequests) -> RunOptions:
@@ -186,7 +169,7 @@ class Moves:
         Raises:
             FxpipeError: they cannot; the error says why.
         """
-        self._begun, ranks = time.monotonic(), self.plan.ranks
+        self.since, ranks = time.monotonic(), self.plan.ranks
         if ranks == 1:
             raise error
         newest = newest_options(self.options, self.options.out)
@@ -196,9 +179,9 @@ class Moves:
             raise error
         take = f"{ranks - 1} workers take" if ranks > 2 else "one worker takes"
         warn(f"{error}\n  {take} over, after step {step_before(newest)} of {furthest} begun, when cuts are compiled")
-        self._base = Links(*self._base.slowest(ranks), self._base.copy)
+        self._base = self._links = Links(*self._base.slowest(ranks), self._base.copy)
         with Guardian() as guardian:
-            build = self._new_build(ranks - 1, _Tried((), self._base), guardian)
+            build = self._new_build(ranks - 1, (), self._links, guardian)
             try:
                 while not build.ended():
                     if requests.asked:
@@ -226,34 +209,30 @@ class Moves:
             return
         ranks = self.plan.ranks
         for rank in range(ranks):
-            self._times.add(rank, self._texts.read(TIMES.format(rank)))
+            self._times.add(rank, self._read(TIMES.format(rank)))
         if (window := self._windows.add(signs)) is None:
             return
-        links, slower = replaced(self._costs.links, self._base, ranks, self._times.measured())
+        links, slower = replaced(self._links, self._base, ranks, self._times.measured())
         self._times.clear()
-        most, found = max(window.most(self._work), slower), _Tried(window.speeds(self._work), links)
-        worth = most >= GAIN and self._pays(most, window) and not found.like(self._tried)
-        self._seen = self._seen + 1 if worth else 0
+        most, speeds = max(window.most(self._work), slower), window.speeds(self._work)
+        known = links == self._links and _alike(speeds, self._tried)
+        self._seen = self._seen + 1 if most >= GAIN and self._pays(most, window) and not known else 0
         if self._seen == WINDOWS:
-            self._seen, self._window, self._tried = 0, window, found
-            speeds = f"the workers' speeds are {numbers(found.speeds)} after step {window.step}"
-            say(f"{'; '.join((speeds, *self._slower()))}: other cuts are compiled")
-            self._compile = self._new_build(ranks, found, self._guardian)
+            self._seen, self._window, self._tried, self._links = 0, window, speeds, links
+            what = f"the workers' speeds are {numbers(speeds)} after step {window.step}"
+            say(f"{'; '.join((what, *self._slower()))}: other cuts are compiled")
+            self._compile = self._new_build(ranks, speeds, links, self._guardian)
 
     def _slower(self) -> list[str]:
         """The links that are other than at the compile, each in words."""
-        found, base, links = [], self._base, self._tried.links
-        for a, b in permutations(range(self.plan.ranks), 2):
-            (rate, latency), (known, least) = links.of(a, b), base.of(a, b)
-            text = [f"{rate * 8e-6:.4g} of {known * 8e-6:.4g} Mbit/s"] if rate != known else []
-            text += [f"{latency * 1e3:.3g} ms of latency"] if latency != least else []
-            found += [f"link {a}→{b} {', '.join(text)}"] if text else []
-        return found
+        pairs = permutations(range(self.plan.ranks), 2)
+        both = [(a, b, self._links.bandwidth_of(a, b), self._base.bandwidth_of(a, b)) for a, b in pairs]
+        return [f"link {a}→{b} {8e-6 * now:.4g} of {8e-6 * was:.4g} Mbit/s" for a, b, now, was in both if now != was]
 
-    def _new_build(self, workers: int, found: _Tried, guardian: Guardian) -> NewBuild:
-        options, costs = dataclasses.replace(self.options, build=self._built), self._first_costs
-        costs = dataclasses.replace(costs, links=found.links)
-        return NewBuild(options, self._first, costs, workers, found.speeds, guardian)
+    def _new_build(self, workers: int, speeds: Sequence[float], links: Links, guardian: Guardian) -> NewBuild:
+        options = dataclasses.replace(self.options, build=self._built)
+        costs = dataclasses.replace(self._first_costs, links=links)
+        return NewBuild(options, self._first, costs, workers, speeds, guardian)
 
     def _decide(self, build: NewBuild) -> None:
         """Ask the workers to end if the new cuts are worth it."""
@@ -281,8 +260,8 @@ class Moves:
             say(f"other cuts would save {max(self._gain, 0.0):.0%} of a step's time, too little for a move")
             self._stay(build)
             return
-        self.asked, self._begun = True, time.monotonic()
-        self._texts.write(ASKED, MOVE)
+        self.asked, self.since = True, time.monotonic()
+        self._write(ASKED, f"{MOVE} {build.folder.name}")
 
     def _check(self, build: NewBuild) -> Plan:
         """The plan of a compile that has ended.
@@ -301,8 +280,8 @@ class Moves:
         """A build's costs with what was measured, from its nodes: its stages were timed next to the run."""
         times = tuple(worker.time for worker in costs.workers) if costs.times else ()
         scale = sum(promised(plan, costs)) / self._total  # so may have been its nodes
-        speeds = tuple(speed * scale for speed in self._tried.speeds)
-        return dataclasses.replace(costs, times=times, speeds=speeds, links=self._tried.links)
+        speeds = tuple(speed * scale for speed in self._tried)
+        return dataclasses.replace(costs, times=times, speeds=speeds, links=self._links)
 
     def _stay(self, build: NewBuild) -> None:
         build.give_up()
@@ -326,14 +305,19 @@ class Moves:
         row |= {"before": units_of(before), "after": units_of(plan), "gain": gain, "seconds": None}
         self.rows.append(row)
         say(move_text(row))
-        self._before = self.options, before, self._costs, self._work
-        self.options, self.plan = options, plan
-        self._costs = read_costs(build.folder, plan) or BuildCosts()
-        work = promised(plan, self._costs)
-        self._work = tuple(one * self._total / sum(work) for one in work)
+        self._before = self.options
+        self._take(options)
         return options
 
-    def _forget(self, build: str) -> None:
+    def go_on(self, options: RunOptions, before: str | None, rows: list[dict[str, Any]], since: float) -> None:
+        """The run goes on with these options after these moves; before the last one it had this build."""
+        self._before = dataclasses.replace(options, build=before or options.build)
+        self._take(options)
+        self.rows, self.since = rows, since
+        if rows:
+            self._tried, self._links = tuple(rows[-1]["speeds"]), self._costs.links
+
+    def forget(self, build: str) -> None:
         """Remove a build that this run has made and needs no more."""
         if Path(build).parent == Path(str(self.options.out)) / REBALANCED and build != self._built:
             shutil.rmtree(build, ignore_errors=True)
@@ -369,6 +353,14 @@ def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
             "--on-loss replan goes on from a checkpoint, and the run saves none",
             hint="--checkpoint-every N, or a time",
         )
+
+
+def _alike(speeds: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether all speeds have nearly the same ratios."""
+    if len(speeds) != len(others):
+        return False
+    ratios = [one / other for one, other in zip(speeds, others, strict=True)]
+    return max(ratios) / min(ratios) < 1 + ALIKE
 
 
 def units_of(plan: Plan) -> str:

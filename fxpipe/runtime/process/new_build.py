@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fxpipe.errors import RunError
 from fxpipe.plan.build_folder import ENGINES, PLAN, model_path
@@ -66,10 +67,10 @@ class NewBuild:
             *(() if options.threads is None else ("--threads", str(options.threads))),
             *_as_before(plan, costs),
         ]
+        alone = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+        nothing: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, **nothing, stderr=said, env=alone, start_new_session=True)
         guardian.guard(self._process.pid)
 
     def ended(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -70,12 +70,18 @@ from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.stages.minibatch import ShapedMinibatches
 
-STOPPING = 1.0
+STOPPING = 0.25
 """Seconds that worker 0 of a run that stops waits so that the others see it stop."""
 
 
 class TrainingRun(Observer):
-    """The part of a run that is in this process: the workers of one rank, or all of them."""
+    """The part of a run that is in this process: the workers of one rank, or all of them.
+
+    Attributes:
+        begin_again: takes the number of the build under which the run goes on after a move, if no launcher starts it.
+    """
+
+    begin_again: Callable[[str], None] | None = None
 
     def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
@@ -230,8 +236,10 @@ class TrainingRun(Observer):
             if self.callbacks is not None:
                 self.callbacks.over()
         except PeerLost:
-            if self.stop.is_saved:  # the others have ended first
-                self.stop.exit()
+            if self.checkpoints is not None and self.checkpoints.agenda.stop is not None:
+                time.sleep(8 * STOPPING)  # the others have ended first: until the thread that saves knows that
+            while self.stop.is_saved:
+                time.sleep(STOPPING)  # that thread ends this process
             raise
         finally:
             if self.checkpoints is not None:
@@ -329,12 +337,18 @@ class TrainingRun(Observer):
         self.stop.saved(step, saved)
         if self.world.alone:
             return
-        exchange = self.world.exchange
+        assert self.world.exchange is not None
+        move, _, number = (self.world.exchange.get([ASKED]) or [""])[0].partition(" ")
+        again = move == MOVE and self.stop.asked is None
         if self.process == 0:
-            if exchange is None or exchange.get([ASKED]) != [MOVE]:  # else the launcher starts them again
+            if not again:
                 say_stopped(step, saved)
             time.sleep(STOPPING)  # the others look for it
-        self.stop.exit()
+        try:
+            if again and self.begin_again is not None:  # else a launcher starts it again
+                self.begin_again(number)
+        finally:
+            self.stop.exit()
 
     def _share(self, row: WalkedRow, minibatch: int) -> list[tuple[Any, ...]]:
         """The microbatches of a minibatch that a replica of worker 0 computes."""

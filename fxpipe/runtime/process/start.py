@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.check_run import (
     check_run,
     check_unchanged,
@@ -29,7 +32,7 @@ from fxpipe.runtime.process.membership import Agreed, membership
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
-from fxpipe.runtime.process.run_summary import warn_if_edited
+from fxpipe.runtime.process.run_summary import warn_if_edited, write_run
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.task.model_file import Task
@@ -115,12 +118,14 @@ def join(
     task: Task | None = None,
     progress: Progress | None = None,
     pulse: Pulse | None = None,
+    moving: MovingProcess | None = None,
 ) -> dict[str, Any] | None:
     """Run the workers of one rank of the process group that the caller has made or the environment describes (RANK,
     WORLD_SIZE, MASTER_ADDR, …).
 
     Args:
         pulse: this process's, if it was started by `launch`, where its launcher reads it.
+        moving: of this process, if it can begin again.
 
     Returns:
         The summary (see `summarize_run`) on rank 0, None elsewhere.
@@ -128,14 +133,47 @@ def join(
     Raises:
         FxpipeError: as `membership`.
     """
+    if options.exchange is None and moving is None:
+        refuse_moves(options, "these processes have no launcher that can", "`fxpipe run`, with or without torchrun")
     reuse_freed_memory()
-    with membership(options, task, pulse) as member:
+    with membership(options, task, pulse) as member, ExitStack() as held:
         if options.progress and progress is None and member.rank == 0:
             progress = default_progress()
         agreed, plan = member.agreed, member.agreed.plan
         world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
-        with shown(progress):
-            return TrainingRun(agreed, world, progress).run()
+        held.enter_context(shown(progress))
+        run = TrainingRun(agreed, world, progress)
+        if moving is not None:
+            run.begin_again = partial(moving.begin_again, member.rank)
+            held.enter_context(moving.looking(member.rank, world.exchange, world.signs))
+        summary = run.run()
+        if moving is not None and summary is not None:
+            summary["moves"] = moving.moves.rows
+            write_run(summary)
+        return summary
+
+
+def join_by_command(options: RunOptions, leave: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+    """The same for a command that torchrun has started in each process, which moves can start again.
+
+    Args:
+        leave: is called before that.
+
+    Raises:
+        RunError: the options ask for moves that cannot be made.
+        FxpipeError: as `join`.
+    """
+    refuse_moves(replace(options, rebalance=False), "torchrun has started them", "torchrun --max-restarts N")
+    if not options.rebalance:
+        return join(options)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        refuse_moves(options, "processes that meet at one of them cannot", "start them by torchrun")
+    moving, pulse = MovingProcess(options, leave), Pulse()
+    try:
+        return join(moving.options, pulse=pulse, moving=moving)
+    except Exception as error:
+        moving.go_back(error, pulse)
+        raise
 
 
 def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: str | None = None) -> Pipeline:

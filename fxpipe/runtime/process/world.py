@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,7 +152,8 @@ class AmongProcesses(World):
 
         def after_beat() -> None:
             beat()
-            exchange.offer(TIMES.format(self._process), times.take())
+            with suppress(OSError):
+                exchange.set(TIMES.format(self._process), times.take())
 
         self.pulse.after_beat = after_beat
 

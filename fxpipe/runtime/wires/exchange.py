@@ -34,9 +34,6 @@ class Exchange(Protocol):
     def set(self, key: str, text: str) -> None:
         """Write one."""
 
-    def offer(self, key: str, text: str) -> None:
-        """The same, for a text that nothing depends on: it may be lost."""
-
     def get(self, keys: list[str]) -> list[str] | None:
         """All of these texts; None until all are there. Does not wait."""
 
@@ -64,10 +61,6 @@ class FolderExchange:
                     warn(f"the disk of {where} is full: the run waits until there is space")
                 sleep(RETRY)
 
-    def offer(self, key: str, text: str) -> None:
-        with suppress(OSError):
-            self._folder.write(_name(key), text)
-
     def get(self, keys: list[str]) -> list[str] | None:
         found = [text for key in keys if (text := self._folder.read(_name(key))) is not None]
         return found if len(found) == len(keys) else None
@@ -93,8 +86,6 @@ class StoreExchange:
 
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)
-
-    offer = set
 
     def get(self, keys: list[str]) -> list[str] | None:
         if not self._store.check(keys):

@@ -37,8 +37,8 @@ class MessageTimes:
     def sent(self, to: int, tag: int, size: int) -> None:
         """A message of `size` bytes to another process begins to leave."""
         self._counts["bytes", to] += size
-        total, count, number = self._counts["bytes", to], self._number("all", to), self._number("sent", to, tag)
-        self._note("sent", to, perf_counter_ns() + self._ahead, tag, number, size, total, count)
+        total, number = self._counts["bytes", to], self._number("sent", to, tag)
+        self._note("sent", to, perf_counter_ns() + self._ahead, tag, number, size, total)
 
     def expected(self, source: int, tag: int) -> Callable[[int, int], None]:
         """A receive was posted; the result takes the times from and until which the receiver waited for it."""
@@ -52,7 +52,7 @@ class MessageTimes:
 
     def take(self) -> str:
         """What was noted since the last call, as JSON: rows of the other process, the time, tag, number, and then of
-        what was `sent` its bytes, and all bytes and messages so far; of what `came`, when the receive was posted."""
+        what was `sent` its bytes, and all bytes so far; of what `came`, when the receive was posted."""
         rows, self._rows = self._rows, {"sent": [], "came": []}
         return json.dumps(rows)
 

@@ -22,8 +22,8 @@ SUMMARY = "summary"
 """The name of the run's summary, as JSON."""
 
 ASKED, MOVE = "asked", "move"
-"""The name of a text that asks the run to stop after one more checkpoint, and its content if it is then started again
-under other cuts."""
+"""The name of a text that asks the run to stop after one more checkpoint, and what its content begins with if the run
+then begins again under other cuts: the number of their build follows."""
 
 TIMES = "times-{}"
 """The name of the text with what a process has noted of its messages (see `message_times`)."""

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,9 @@ from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import measured_links, measured_speeds, moves
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.moves import Moves
 from fxpipe.runtime.process.new_build import NewBuild, _as_before
-from fxpipe.runtime.process.start import run_local
+from fxpipe.runtime.process.start import join, join_by_command, run_local
 from fxpipe.runtime.wires.run_folder import ASKED, MOVE, RunFolder
 
 SLOW = pytest.mark.slow
@@ -47,6 +48,13 @@ def build(folder: Path) -> Path:
 
 def weights(out: Path) -> dict[str, Any]:
     return {name: value.tolist() for name, value in load_file(out / "model.safetensors").items()}
+
+
+def torchrun(count: int, *command: object) -> subprocess.CompletedProcess[str]:
+    """What a command prints that torchrun starts so many times on this machine."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
 
 
 class Compiled:
@@ -102,7 +110,7 @@ def watched(build: Path, tmp_path: Path, **options: Any) -> tuple[Moves, RunFold
     """The moves of a run that has begun to train."""
     found = Moves(RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True, **options))
     texts = RunFolder(tmp_path)
-    found.begin(texts, None)  # type: ignore[arg-type]
+    found.begin(texts.read, texts.write, None)  # type: ignore[arg-type]
     return found, texts
 
 
@@ -133,7 +141,7 @@ def test_a_slower_worker_gives_units_away(build: Path, tmp_path: Path, asked: An
     trains(found, promised(build), SPEEDS, 2, begin=4)
     assert asked == [SPEEDS]
     assert found.asked
-    assert texts.read(ASKED) == MOVE
+    assert texts.read(ASKED) == f"{MOVE} {made[0].folder.name}"
     assert "other cuts are compiled" in capfd.readouterr().err
 
 
@@ -142,7 +150,7 @@ def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, 
     found, texts = watched(build, tmp_path)
     known, second = found._first_costs.links, measured_links.SECOND
     for windows in range(3):
-        sent = [(1, k * second // 2, 5, k, 10**6, k * 10**6, k) for k in range(20 * windows, 20 * windows + 20)]
+        sent = [(1, k * second // 2, 5, k, 10**6, k * 10**6) for k in range(20 * windows, 20 * windows + 20)]
         came = [(0, at + second // 2, tag, k, 0) for _, at, tag, k, *_ in sent]
         texts.write("times-0", json.dumps({"sent": sent, "came": []}))
         texts.write("times-1", json.dumps({"sent": [], "came": came}))
@@ -150,8 +158,12 @@ def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, 
         assert len(asked) == (windows > 0), "one window may be a hiccup; and a link is tried once"
     (links,) = compiled_for
     assert asked == [(1.0, 1.0)]
-    assert links.of(0, 1) == (pytest.approx(2e6, rel=0.01), known.latency)
-    assert (links.of(1, 0), links.copy) == (known.of(1, 0), known.copy)
+    assert links.bandwidth_of(0, 1) == pytest.approx(2e6, rel=0.01)
+    assert (links.bandwidth_of(1, 0), links.latency, links.copy) == (
+        known.bandwidth_of(1, 0),
+        known.latency,
+        known.copy,
+    )
     said = capfd.readouterr().err
     assert "speeds are 1.00, 1.00 after step 55; link 0→1 16 of 2.4e+04 Mbit/s: other cuts are compiled" in said
 
@@ -171,7 +183,7 @@ def test_a_move_that_saves_too_little_is_not_made(build: Path, tmp_path: Path, a
 
 def test_too_few_steps_are_left(build: Path, tmp_path: Path, asked: Any) -> None:
     found, _ = watched(build, tmp_path, steps=90)
-    found._begun -= 1e6  # a start takes long
+    found.since -= 1e6  # a start takes long
     trains(found, promised(build), SPEEDS, 9)
     assert asked == []
 
@@ -232,14 +244,20 @@ def test_builds_that_cannot_move(build: Path, tmp_path: Path) -> None:
             moves._check(options, changed, None)
 
 
-def test_where_no_launcher_starts_workers(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_workers_cannot_begin_again(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True)
     with pytest.raises(RunError, match=r"--rebalance starts workers again, .* here all of them are in one process"):
         run_local(options)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="started by torchrun"), membership(options):
-        pass
+    with pytest.raises(RunError, match="these processes have no launcher"):
+        join(options)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(RunError, match="processes that meet at one of them cannot"):
+        join_by_command(options)
+    with pytest.raises(RunError, match=r"--on-loss replan starts workers again, .* torchrun has started them"):
+        join_by_command(dataclasses.replace(options, on_loss="replan", checkpoint_every=1))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(RunError, match="has no output folder"):
+        join_by_command(dataclasses.replace(options, out=None))
 
 
 @SLOW
@@ -312,6 +330,31 @@ def test_workers_that_cannot_begin_go_back(tmp_path: Path, monkeypatch: pytest.M
     err = capfd.readouterr().err
     assert "not under these cuts" in err
     assert "so the run goes on under the cuts before, and makes no other moves" in err
+
+
+@SLOW
+@pytest.mark.multiproc
+@pytest.mark.parametrize("refused", [False, True])
+def test_units_move_under_torchrun(refused: bool, tmp_path: Path) -> None:
+    """Every process begins again; if one cannot under the new cuts, all do under the cuts before."""
+    build = moving_build(tmp_path, STEPS)
+    options = RunOptions(str(build), threads=1, out=str(tmp_path / "whole"))
+    whole = run_local(options)
+    for mark in ("slow", "speeds", *(["refuse"] if refused else [])):
+        (tmp_path / mark).touch()
+    command = ["run", build, "--threads", 1, "--rebalance", "--out", tmp_path / "out", "--json"]
+    run = torchrun(2, "-m", "fxpipe", *command)
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout)
+    assert json.loads((tmp_path / "out/run.json").read_text())["moves"] == summary["moves"]
+    assert len(summary["moves"]) == (not refused), run.stderr
+    assert summary["build"]["folder"] == str(build if refused else tmp_path / "out/rebalanced/1")
+    assert summary["losses"] == whole["losses"]
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert ("so the run goes on under the cuts before, and makes no other moves" in run.stderr) == refused
+    for move in summary["moves"]:
+        assert 0 < move["seconds"] < 60
+        assert move["after"] != move["before"]
 
 
 @SLOW
