@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -97,12 +98,10 @@ def _higher(node: fx.Node, where: str | None) -> CaptureError:
 
 def _changes(error: Exception) -> OpOverload | None:
     """The operator in place whose call the trace was in, as torch rewrites it: 2.11 fails there, 2.13 makes a node."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        known = traceback.tb_frame.f_locals
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        known = frame.f_locals
         if isinstance(known.get("self"), HigherOrderOperator) and isinstance(known.get("_mutable_op"), OpOverload):
             return known["_mutable_op"]
-        traceback = traceback.tb_next
     return None
 
 

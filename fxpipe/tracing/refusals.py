@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from types import FrameType, TracebackType
+import traceback
+from collections.abc import Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -222,8 +223,8 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
 
 def _cause(error: Exception, said: str, call: str) -> Refusal | None:
     """The refusal for an error's text, the torch function that raised it, and the frames it came through."""
-    frames = list(_frames(error))
-    codes = [frame.tb_frame.f_code for frame in frames]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame in frames]
     if "DynamicOutputShape" in said:
         return CTC if "_ctc_loss" in said else SHAPE
     if any(code.co_name == "_detect_is_causal_mask" for code in codes):
@@ -232,7 +233,7 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
         return VARIANCE
     if any(_IN_NESTED.search(code.co_filename) for code in codes):
         return NESTED
-    if any(_counts_steps(frame.tb_frame) for frame in frames):
+    if any(map(_counts_steps, frames)):
         return AVERAGE
     if "__format__" in said or (call == "tensor" and "not allocated" in said):  # torch.tensor([x[0], x[1]])
         return NUMBER
@@ -244,13 +245,6 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
         branches = call not in _NUMBERS or any(code.co_name == "__bool__" for code in codes)
         return BRANCH if branches else NUMBER
     return next((cause for cause in CAUSES if re.search(cause.pattern, said)), None)
-
-
-def _frames(error: Exception) -> Iterator[TracebackType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
 
 
 def _counts_steps(frame: FrameType) -> bool:
