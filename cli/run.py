@@ -16,17 +16,7 @@ from fxpipe.cli.command import group
 from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
 from fxpipe.cli.model_arguments import WithArguments
 from fxpipe.cli.option_fields import AbsolutePath, option_fields
-from fxpipe.cli.output import (
-    echo,
-    emit_json,
-    give_stdout_back,
-    note,
-    print_columns,
-    show_error,
-    stdout_console,
-    warn,
-    working,
-)
+from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
 
@@ -200,6 +190,8 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     from fxpipe.runtime.process.resume import resumed_options
 
     if joined:
+        from fxpipe.cli.output import give_stdout_back
+
         from fxpipe.runtime.process.ends import end_process
 
         with working("loading torch") if os.environ["RANK"] == "0" else nullcontext():

@@ -171,7 +171,7 @@ class Pulse:
 
     def __init__(self, numbers: MutableSequence[int] | None = None) -> None:
         self.numbers = no_numbers() if numbers is None else numbers
-        self.after_beat: Callable[[], None] = lambda: None
+        self.after_beat: list[Callable[[], None]] = []
         self._watches: Sequence[Followed] = ()
         self._others: Sequence[Followed] = ()
         self._over = threading.Event()
@@ -233,7 +233,8 @@ class Pulse:
         numbers[_DOING] = _NOTHING if kind is None else KINDS.index(kind)
         numbers[_WHAT] = _NOTHING if cause is None else WHATS.index(cause.what)
         numbers[_OTHER] = _NOTHING if cause is None else cause.worker
-        self.after_beat()
+        for call in self.after_beat:
+            call()
 
     def _status(self) -> Status:
         found = [watch.status for watch in self._watches]

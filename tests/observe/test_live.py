@@ -129,7 +129,7 @@ def test_the_board_is_what_the_pulses_say() -> None:
     pulse.follow([watch])
     store.put(0, pulse.numbers)
     watch.open("F")
-    pulse.after_beat = lambda: store.put(1, pulse.numbers)
+    pulse.after_beat.append(lambda: store.put(1, pulse.numbers))
     pulse.beat()
     first, second = board.read()
     assert first == Status(0, 0, 0, 0)

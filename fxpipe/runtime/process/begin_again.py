@@ -28,7 +28,7 @@ from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import REBALANCED
 from fxpipe.runtime.process.resume import NEWEST
-from fxpipe.runtime.wires.environment import MOVED
+from fxpipe.runtime.wires.environment import BEGUN, MOVED
 from fxpipe.runtime.wires.exchange import Exchange
 
 GLANCE = 0.5
@@ -40,14 +40,12 @@ class Moved:
     """What a process knows of the moves of its run.
 
     Attributes:
-        times: how many times it has begun again.
         build: under which it goes on; None: the one that the command names.
         before: the build under which it can go on if it cannot begin; None if no move has just been made.
         rows, since: of `Moves`; in process 0.
         over: no other moves are made.
     """
 
-    times: int = 0
     build: str | None = None
     before: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +100,7 @@ class MovingProcess:
         try:
             if process == 0:
                 self.moves.moved()
-            self._as(Moved(self._moved.times + 1, build, before, self.moves.rows, self.moves.since))
+            self._as(Moved(build, before, self.moves.rows, self.moves.since))
         except (FxpipeError, OSError) as error:
             warn(str(error))
 
@@ -113,7 +111,7 @@ class MovingProcess:
         warn(f"{error}\n  {GONE_BACK}")
         if os.environ["RANK"] == "0":
             self.moves.forget(self.options.build)
-        self._as(Moved(self._moved.times + 1, self._moved.before, None, self._moved.rows[:-1], over=True))
+        self._as(Moved(self._moved.before, None, self._moved.rows[:-1], over=True))
 
     def _as(self, moved: Moved) -> NoReturn:
         """Become the command that this process was started with."""
@@ -127,6 +125,5 @@ class MovingProcess:
             if int(opened) > 2:
                 with suppress(OSError):  # this listing's own
                     os.set_inheritable(int(opened), False)  # connections end
-        os.execve(
-            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, MOVED: json.dumps(asdict(moved))}
-        )
+        environment = {BEGUN: str(int(os.environ.get(BEGUN, 0)) + 1), MOVED: json.dumps(asdict(moved))}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})

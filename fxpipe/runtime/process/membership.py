@@ -154,7 +154,7 @@ def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
     with peers(rank):
         store = StorePulses(default_store(), ranks)
         store.put(rank, pulse.numbers)
-    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh)
+    pulse.after_beat.append(WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh))
     pulse.begin()
     return store
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -89,8 +89,7 @@ class Pipeline(Readings):
         world.open(self._addresses)
         self._new = NewShapes(folder, plan, task.step_hooks, options, self.device, world.exchange, world.pulse)
         self._closed = self._inside = self._broken = False
-        beat = world.pulse.after_beat
-        world.pulse.after_beat = lambda: self._beat(beat)
+        world.pulse.after_beat.insert(0, self._beat)
         self._given: Iterable[Any] = ()
         self._set_up(checkpoint, opened(options, self.recipe, plan, checkpoint))
         self._before = compare_clocks(options.trace, self.rank, plan.processes)
@@ -385,7 +384,6 @@ class Pipeline(Readings):
         yield
         self._broken = False
 
-    def _beat(self, after: Callable[[], None]) -> None:
+    def _beat(self) -> None:
         if not self._inside:  # the user's own code may take any time
             self.world.pulse.move()
-        after()

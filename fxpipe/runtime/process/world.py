@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,7 +136,8 @@ class AmongProcesses(World):
         links = self._links
         self._wires = ProcessWires(*place) if links is None else ThrottledWires(links, ahead / 1e9, *place)
         if self._measures and self._wires.backend == "gloo":
-            self._note(MessageTimes(ahead))
+            self._wires.times, name = MessageTimes(ahead), TIMES.format(process)
+            self.pulse.after_beat.append(partial(self._wires.times.put, partial(self.exchange.set, name)))
         rank, replica = plan.seat(process)
         group = replica_group(plan, process, self.name)
         notes = replica_group(plan, process, "gloo") if self.name == "nccl" else None
@@ -145,17 +146,6 @@ class AmongProcesses(World):
             agreement = notes and JointLaunch(self._wires.launching, notes, range(count), replica, 0)
             self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name, agreement)
         self.name, self.carriers = self._wires.name, self._wires.carriers
-
-    def _note(self, times: MessageTimes) -> None:
-        """From now on the times of messages are noted, and written after each beat."""
-        self._wires.times, beat, exchange = times, self.pulse.after_beat, self.exchange
-
-        def after_beat() -> None:
-            beat()
-            with suppress(OSError):
-                exchange.set(TIMES.format(self._process), times.take())
-
-        self.pulse.after_beat = after_beat
 
     def wires(self, process: int) -> Wires:
         return self._wires

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from fxpipe.errors import RunError
 
 MOST_PORTS = 65535
 
-MOVED = "FXPIPE_MOVED"
-"""What a process that has begun again, for a move of units, knows of the moves so far (see `begin_again`)."""
-
-
-def times_begun_again() -> int:
-    """How many times this process has begun again, as often as the others of its run."""
-    found: int = json.loads(os.environ.get(MOVED, "{}")).get("times", 0)
-    return found
+BEGUN, MOVED = "FXPIPE_BEGUN", "FXPIPE_MOVED"
+"""How many times a process, and each other one of its run, has begun again, and why (see `begin_again`)."""
 
 
 def has_place() -> bool:

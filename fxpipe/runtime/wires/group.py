@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.doors import close_doors, greet, listening, read_meeting
-from fxpipe.runtime.wires.environment import place, times_begun_again
+from fxpipe.runtime.wires.environment import BEGUN, place
 from fxpipe.torch_private import FileStore, PrefixStore
 
 _group: Any = None  # of the run in this process
@@ -145,7 +145,7 @@ def _fresh_store(timeout: timedelta) -> Any:
     if key not in _stores:
         _stores[key] = next(rendezvous("env://", timeout=timeout))[0]
     _meetings[key] += 1
-    return PrefixStore(f"fxpipe/{times_begun_again()}/{_meetings[key]}", _stores[key])
+    return PrefixStore(f"fxpipe/{os.environ.get(BEGUN, 0)}/{_meetings[key]}", _stores[key])
 
 
 def name_process(name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -50,11 +51,12 @@ class MessageTimes:
 
         return came
 
-    def take(self) -> str:
-        """What was noted since the last call, as JSON: rows of the other process, the time, tag, number, and then of
-        what was `sent` its bytes, and all bytes so far; of what `came`, when the receive was posted."""
+    def put(self, write: Callable[[str], None]) -> None:
+        """Write what was noted since the last call, as JSON: rows of the other process, the time, tag, number, and then
+        of what was `sent` its bytes, and all bytes so far; of what `came`, when the receive was posted."""
         rows, self._rows = self._rows, {"sent": [], "came": []}
-        return json.dumps(rows)
+        with suppress(OSError):
+            write(json.dumps(rows))
 
     def _number(self, *of: Any) -> int:
         self._counts[of] += 1

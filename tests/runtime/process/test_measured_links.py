@@ -54,9 +54,10 @@ class Ends:
     def measured(self, links: Links = BUILD) -> dict[Any, Measured]:
         found = LinkTimes(links)
         for rank, times in enumerate(self._times):
-            text = times.take()
-            found.add(rank, text)
-            found.add(rank, text)
+            texts: list[str] = []
+            times.put(texts.append)
+            for text in 2 * texts:
+                found.add(rank, text)
         return found.measured()
 
 

@@ -168,7 +168,7 @@ def test_under_torchrun_the_first_worker_that_answers_watches(capsys: Any) -> No
         for _ in range(seconds):
             clock.now += 1
             for i, (worker, after) in enumerate(zip(workers, watching, strict=True)):
-                worker.pulse.after_beat = after
+                worker.pulse.after_beat = [after]
                 if i not in silent:
                     worker.pulse.beat()
         return str(capsys.readouterr().err)
