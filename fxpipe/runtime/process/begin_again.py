@@ -66,7 +66,8 @@ class MovingProcess:
     def __init__(self, options: RunOptions, leave: Callable[[], None] = lambda: None) -> None:
         self._leave, self._folder = leave, os.getcwd()  # user code may change this
         self._held = ExitStack()  # what looks at the workers
-        self._moved = Moved(**json.loads(os.environ.get(MOVED, "{}")))
+        told = json.loads(os.environ.get(MOVED, "{}"))
+        self._moved = Moved(**told) if told.pop("process", 0) == os.getpid() else Moved()  # else it is another run's
         self.moves = Moves(options)
         if self._moved.build is not None:
             options = replace(self.moves.options, build=self._moved.build, resume=NEWEST, weights=None)
@@ -125,5 +126,6 @@ class MovingProcess:
             if int(opened) > 2:
                 with suppress(OSError):  # this listing's own
                     os.set_inheritable(int(opened), False)  # connections end
-        environment = {BEGUN: str(int(os.environ.get(BEGUN, 0)) + 1), MOVED: json.dumps(asdict(moved))}
+        told = json.dumps({"process": os.getpid(), **asdict(moved)})
+        environment = {BEGUN: str(int(os.environ.get(BEGUN, 0)) + 1), MOVED: told}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})

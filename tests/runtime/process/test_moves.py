@@ -25,6 +25,7 @@ from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import measured_links, measured_speeds, moves
+from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.moves import Moves
 from fxpipe.runtime.process.new_build import NewBuild, _as_before
@@ -258,6 +259,17 @@ def test_where_workers_cannot_begin_again(build: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RunError, match="has no output folder"):
         join_by_command(dataclasses.replace(options, out=None))
+
+
+def test_what_another_process_knows_of_its_moves_is_not_taken_over(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that a run under torchrun starts has its environment variables."""
+    made = moving_build(tmp_path, STEPS, forward_at=("10",))
+    options = RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True)
+    for process, found in ((os.getpid() + 1, build), (os.getpid(), made)):
+        monkeypatch.setenv("FXPIPE_MOVED", json.dumps({"process": process, "build": str(made)}))
+        assert MovingProcess(options).options.build == str(found)
 
 
 @SLOW
