@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     load: float
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     at: int
     tag: int
     number: int
@@ -47,7 +47,7 @@ class _Sent(NamedTuple):
     total: int
 
 
-class LinkTimes:
+class MeasuredLinks:
     """Measures the links between the processes of a run.
 
     Args:
@@ -61,7 +61,7 @@ class LinkTimes:
 
     def clear(self) -> None:
         """Forget all messages."""
-        self._sent: defaultdict[Way, list[_Sent]] = defaultdict(list)
+        self._sent: defaultdict[Way, list[_SentMessage]] = defaultdict(list)
         self._came: defaultdict[Way, dict[tuple[int, int], tuple[int, int]]] = defaultdict(dict)
 
     def add(self, rank: int, text: str | None) -> None:
@@ -71,7 +71,7 @@ class LinkTimes:
         self._texts[rank] = text
         rows = json.loads(text)
         for to, *sent in rows["sent"]:
-            self._sent[rank, to].append(_Sent(*sent))
+            self._sent[rank, to].append(_SentMessage(*sent))
         for source, at, tag, number, posted in rows["came"]:
             self._came[source, rank][tag, number] = at, posted
 

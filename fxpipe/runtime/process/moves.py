@@ -30,7 +30,7 @@ from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.ends import StopRequests
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import name_checkpoint
-from fxpipe.runtime.process.measured_links import LinkTimes, replaced
+from fxpipe.runtime.process.measured_links import MeasuredLinks, replaced
 from fxpipe.runtime.process.measured_speeds import Window, Windows, promised
 from fxpipe.runtime.process.new_build import REBALANCED, NewBuild
 from fxpipe.runtime.process.resume import newest_options, step_before
@@ -105,7 +105,7 @@ class Moves:
         """
         self.end()
         self._read, self._write, self._guardian = read, write, guardian
-        self._windows, self._times = Windows(self.plan.ranks), LinkTimes(self._base)
+        self._windows, self._times = Windows(self.plan.ranks), MeasuredLinks(self._base)
         self._seen, self._start = 0, None
         if not self.rows or self.rows[-1]["seconds"] is not None:  # else the time of a move goes on
             self.since = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fxpipe.planner.links import Links
-from fxpipe.runtime.process.measured_links import LinkTimes, Measured, replaced
+from fxpipe.runtime.process.measured_links import Measured, MeasuredLinks, replaced
 from fxpipe.runtime.wires import message_times
 from fxpipe.runtime.wires.message_times import AWAITED, MOST, SECOND, MessageTimes
 from fxpipe.runtime.wires.throttled import SlowDirection
@@ -52,7 +52,7 @@ class Ends:
             received(end - (0 if late else 2 * AWAITED), end)
 
     def measured(self, links: Links = BUILD) -> dict[Any, Measured]:
-        found = LinkTimes(links)
+        found = MeasuredLinks(links)
         for rank, times in enumerate(self._times):
             texts: list[str] = []
             times.put(texts.append)
