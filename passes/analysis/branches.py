@@ -29,17 +29,18 @@ class _Branch:
 
 
 def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sources) -> list[fx.Node]:
-    """Forward calls in an equivalent order, in which branches with much work do not take turns.
+    """Forward calls in an equivalent order, in which branches with much work do not take turns: first the one that ends
+    first.
 
-    A branch begins with the batch and ends where a call reads several branches. Calls that read the same parameter or
-    updated buffer are in one branch, since they should be on one worker, and so are all that draw random numbers: they
-    keep their order.
+    A branch begins with the batch and ends where a call reads several branches. What is made from weights alone counts
+    as no work. Calls that read the same parameter or updated buffer are in one branch, since they should be on one
+    worker, and so are all that draw random numbers: they keep their order.
 
     Args:
         nodes: in the order of the program, without those that are cheap to make again from the batch or from weights.
     """
     shared = {p.node for p in program.parameters} | set(program.updates())
-    seconds = cache(lambda node: analytic_seconds(node, CPU))
+    seconds = cache(lambda node: 0.0 if node in sources.fixed else analytic_seconds(node, CPU))
     place = {node: i for i, node in enumerate(nodes)}
     branch_of: dict[fx.Node, _Branch] = {}
     latest: dict[str, fx.Node] = {}  # the last call that read a parameter or buffer, or that drew
@@ -47,8 +48,8 @@ def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sourc
         read = _branches(node.all_input_nodes, branch_of)
         if any(later.first < branch.last for branch, later in pairwise(read)):
             least = LEAST * sum(map(seconds, nodes))
-            large = [sorted(b.nodes, key=place.__getitem__) for b in read if sum(map(seconds, b.nodes)) >= least]
-            order = list(chain.from_iterable(large))
+            large = sorted((b for b in read if sum(map(seconds, b.nodes)) >= least), key=lambda b: b.last)
+            order = [n for b in large for n in sorted(b.nodes, key=place.__getitem__)]
             place |= zip(order, sorted(place[n] for n in order), strict=True)
         leaves = chain.from_iterable(sources.leaves.get(n, (n,)) for n in node.all_input_nodes)
         keys = [*(n.name for n in leaves if n.name in shared), *(["random numbers"] if is_random(node) else [])]

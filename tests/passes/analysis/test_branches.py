@@ -181,6 +181,11 @@ def test_towers_in_turns_have_the_stages_of_towers_one_after_the_other() -> None
         assert build_of(order).files == expected.files
 
 
+def test_the_branch_that_ends_first_comes_first() -> None:
+    """The text is embedded before the pictures' tower, and the pictures projected after the text's."""
+    assert together(program_of([(), (), (1,), (0,), (2,), (3,), (4, 5)])) == [1, 2, 4, 0, 3, 5, 6]
+
+
 def test_a_tower_with_little_work_stays_where_it_is() -> None:
     program = fxpipe.capture(Towers("aaabcbcbc", widths=(1 << 14, 1 << 14, 1)), step, torch.randn(4, 2))
     units = run_passes(program, [Fold(), Units()]).units
