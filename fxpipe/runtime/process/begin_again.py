@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 from fxpipe.errors import FxpipeError
 from fxpipe.messages import warn
 from fxpipe.observe.progress import leave_bar
-from fxpipe.observe.pulse import Pulse, Signs
+from fxpipe.observe.pulse import Pulse
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import REBALANCED
 from fxpipe.runtime.process.resume import NEWEST
+from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.environment import BEGUN, MOVED
-from fxpipe.runtime.wires.exchange import Exchange
 
 GLANCE = 0.5
 """Seconds between two looks at the workers, whose signs are in the process group's store."""
@@ -75,19 +75,17 @@ class MovingProcess:
             self.moves.go_on(options, self._moved.before, self._moved.rows, self._moved.since)
         self.options = self.moves.options
 
-    def looking(
-        self, process: int, exchange: Exchange, signs: Callable[[], list[Signs]]
-    ) -> AbstractContextManager[object]:
+    def looking(self, process: int, world: World) -> AbstractContextManager[object]:
         """Inside, process 0 looks at the workers."""
-        over, moves = threading.Event(), self.moves
+        over, moves, exchange = threading.Event(), self.moves, world.exchange
 
         def look() -> None:
             with suppress(RuntimeError):  # the store ends with the process that holds it
                 while not over.wait(GLANCE):
-                    if found := signs():
+                    if found := world.signs():
                         moves.look(found)
 
-        if process == 0 and self.options.rebalance:
+        if process == 0 and self.options.rebalance and exchange is not None:
             self._held.callback(moves.end)
             self._held.callback(over.set)
             guardian = self._held.enter_context(Guardian())

@@ -145,7 +145,7 @@ def join(
         run = TrainingRun(agreed, world, progress)
         if moving is not None:
             run.begin_again = partial(moving.begin_again, member.rank)
-            held.enter_context(moving.looking(member.rank, world.exchange, world.signs))
+            held.enter_context(moving.looking(member.rank, world))
         summary = run.run()
         if moving is not None and summary is not None:
             summary["moves"] = moving.moves.rows

@@ -44,28 +44,24 @@ class Posted:
 
     Args:
         device: the device that a received tensor must be moved to; None if it is there.
+
+    Attributes:
         waited: is called with the times from and until which it was waited for.
     """
 
     here = False  # gloo does not say before `wait`
+    waited: Callable[[int, int], None] | None = None
 
-    def __init__(
-        self,
-        work: Work,
-        flat: Tensor,
-        rank: int,
-        device: torch.device | None = None,
-        waited: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self._work, self._flat, self._rank, self._device, self._waited = work, flat, rank, device, waited
+    def __init__(self, work: Work, flat: Tensor, rank: int, device: torch.device | None = None) -> None:
+        self._work, self._flat, self._rank, self._device = work, flat, rank, device
 
     def wait(self, what: object = None) -> None:
         """Wait until it has left, or arrived."""
         begin = perf_counter_ns()
         with peers(self._rank):
             self._work.wait()
-        if self._waited is not None:
-            self._waited(begin, perf_counter_ns())
+        if self.waited is not None:
+            self.waited(begin, perf_counter_ns())
 
     def take(self) -> Tensor:
         """What was received."""
@@ -146,8 +142,10 @@ class ProcessWires:
             return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
-        waited = None if self.times is None else self.times.expected(rank, tag)
-        return Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target, waited)
+        found = Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target)
+        if self.times is not None:
+            found.waited = self.times.expected(rank, tag)
+        return found
 
     def close(self) -> None:
         """No more messages through shared memory."""
