@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, pairwise
 
 from fxpipe.passes.analysis.sources import Sources
@@ -21,9 +20,10 @@ LEAST = 1 / 16
 
 @dataclass
 class _Branch:
-    """Calls that depend on each other, with the places of the first and the last in the program."""
+    """Calls that depend on each other, their seconds, and the places of the first and the last in the program."""
 
     nodes: list[fx.Node]
+    work: float
     first: int
     last: int
 
@@ -40,27 +40,29 @@ def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sourc
         nodes: in the order of the program, without those that are cheap to make again from the batch or from weights.
     """
     shared = {p.node for p in program.parameters} | set(program.updates())
-    seconds = cache(lambda node: 0.0 if node in sources.fixed else analytic_seconds(node, CPU))
+    seconds = {node: 0.0 if node in sources.fixed else analytic_seconds(node, CPU) for node in nodes}
+    least = LEAST * sum(seconds.values())
     place = {node: i for i, node in enumerate(nodes)}
     branch_of: dict[fx.Node, _Branch] = {}
     latest: dict[str, fx.Node] = {}  # the last call that read a parameter or buffer, or that drew
     for i, node in enumerate(nodes):
         read = _branches(node.all_input_nodes, branch_of)
         if any(later.first < branch.last for branch, later in pairwise(read)):
-            least = LEAST * sum(map(seconds, nodes))
-            large = sorted((b for b in read if sum(map(seconds, b.nodes)) >= least), key=lambda b: b.last)
+            large = sorted((b for b in read if b.work >= least), key=lambda b: b.last)
             order = [n for b in large for n in sorted(b.nodes, key=place.__getitem__)]
             place |= zip(order, sorted(place[n] for n in order), strict=True)
         leaves = chain.from_iterable(sources.leaves.get(n, (n,)) for n in node.all_input_nodes)
         keys = [*(n.name for n in leaves if n.name in shared), *(["random numbers"] if is_random(node) else [])]
         joined = _branches([*node.all_input_nodes, *(latest[key] for key in keys if key in latest)], branch_of)
-        branch = max(joined, key=lambda b: len(b.nodes), default=_Branch([], i, i))
+        branch = max(joined, key=lambda b: len(b.nodes), default=_Branch([], 0.0, i, i))
         for other in joined:
             if other is not branch:
                 branch.nodes += other.nodes
+                branch.work += other.work
                 branch.first = min(branch.first, other.first)
                 branch_of |= dict.fromkeys(other.nodes, branch)
         branch.nodes.append(node)
+        branch.work += seconds[node]
         branch.last = i
         branch_of[node] = branch
         latest |= dict.fromkeys(keys, node)

@@ -125,11 +125,12 @@ def replaced(links: Links, first: Links, ranks: int, measured: Mapping[Way, Meas
     Returns:
         The links, and the greatest share of a second for which the messages of a direction take longer than known.
     """
-    rates, most = [[links.bandwidth_of(a, b) for b in range(ranks)] for a in range(ranks)], 0.0
+    rates = [[links.bandwidth_of(a, b) for b in range(ranks)] for a in range(ranks)]
+    changed: list[float] = []
     for (a, b), found in measured.items():
         rate = min(1 / max(found.pace, 1e-15), first.bandwidth_of(a, b))
         longer = found.load * (1 / rate - 1 / rates[a][b])
         if abs(longer) >= LEAST:
-            rates[a][b], most = rate, max(most, longer)
-            links = Links(matrix(rates), links.latency, links.copy)
-    return links, most
+            rates[a][b] = rate
+            changed.append(longer)
+    return Links(matrix(rates), links.latency, links.copy) if changed else links, max([0.0, *changed])

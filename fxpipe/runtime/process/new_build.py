@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import RunError
 from fxpipe.plan.build_folder import ENGINES, PLAN, model_path
@@ -67,10 +66,17 @@ class NewBuild:
             *(() if options.threads is None else ("--threads", str(options.threads))),
             *_as_before(plan, costs),
         ]
+        # Under torchrun, the compile is none of the run's processes.
         alone = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-        nothing: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         with self._said.open("wb") as said:
-            self._process = subprocess.Popen(command, **nothing, stderr=said, env=alone, start_new_session=True)
+            self._process = subprocess.Popen(
+                command,
+                env=alone,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
+            )
         guardian.guard(self._process.pid)
 
     def ended(self) -> bool:
