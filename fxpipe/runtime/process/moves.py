@@ -43,9 +43,11 @@ WINDOWS = 2
 """How many windows in a row must show that, before cuts are compiled."""
 
 GONE_BACK = "so the run goes on under the cuts before, and makes no other moves"
+"""What is said where workers could not begin under new cuts."""
 
 ALIKE = 0.1
 """Speeds for which cuts were compiled are tried again when one of them has changed by this share."""
+
 GLANCE = 0.05
 """Seconds between two looks at a compile that the run waits for."""
 
