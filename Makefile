@@ -7,8 +7,8 @@ JOBS ?= 2
 T ?= tests/test_tiny.py
 
 BIN := $(VENV)/bin
+USABLE := $(VENV)/.usable
 INSTALLED := $(VENV)/.installed
-TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -19,8 +19,12 @@ help: ## print this list
 
 venv: $(INSTALLED) ## set up .venv: fxpipe, editable, with the tools of development
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(USABLE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	touch $@
+
+$(INSTALLED): $(USABLE)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,lightning,onnxruntime,peft,transformers,zoo]'
 	# Their own needs may replace torch, and torchvision may be for another build of it: apart, where only the zoo looks.
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo torchvision timm
@@ -31,7 +35,7 @@ browser: ## install Chromium, Debian's package, for the tests of the report
 		test "$$(id -u)" = 0 || { echo 'Chromium is not here, and to install it takes root: sudo make browser' >&2; exit 1; }; \
 		apt-get update -q && apt-get install -qy --no-install-recommends chromium; }
 
-demo: venv ## compile a GPT for two workers and train it, in minutes
+demo: $(USABLE) ## compile a GPT for two workers and train it, in minutes; installs only what that takes
 	$(BIN)/fxpipe compile examples/gpt.py -n 2 -o build-demo --verify
 	$(BIN)/fxpipe run build-demo --steps $(STEPS) --out out-demo
 	@echo
@@ -49,7 +53,7 @@ docs: venv ## build the documentation into site/; a broken link is an error
 TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: venv ## run the quick tests, on two cores in minutes
-	$(TESTS) -m 'not slow' --budgets
+	$(TESTS) -m 'not slow' $(BUDGETS)
 
 # Where time is short, as in CI, the slow tests of what changed come first; which others are left out differs from
 # day to day.
@@ -78,15 +82,10 @@ ports: venv ## compare the ports of training scripts in examples/ports with the 
 compat: venv ## run the quick tests that lean on torch with every version tested, or VERSIONS='2.11.0 2.12.1'; several GB each
 	$(BIN)/python tests/compat.py --jobs $(JOBS) $(if $(VERSIONS),--versions $(VERSIONS) --)
 
-# fxpipe/, passes/ and cli/ become one package only when installed, so mypy reads the unpacked wheel.
-check: venv ## lint, formatting, and the types of what a wheel holds
+check: venv ## lint, formatting, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf $(TREE)
-	$(BIN)/python -m build --no-isolation --outdir $(TREE)/dist . > $(TREE).log 2>&1 || { cat $(TREE).log >&2; exit 1; }
-	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --target $(TREE)/tree $(TREE)/dist/*.whl
-	root=$$PWD && cd $(TREE)/tree && "$(abspath $(BIN))/mypy" --config-file "$$root/pyproject.toml" \
-		--cache-dir "$$root/.mypy_cache" --python-executable "$(abspath $(BIN))/python"
+	$(BIN)/mypy
 
 wheel: venv ## build dist/fxpipe-*.whl, by way of a source distribution
 	$(BIN)/python -m build --no-isolation
@@ -95,5 +94,5 @@ bench: venv ## measure the pipeline against one process and data parallel
 	$(BIN)/python benchmarks/efficiency/main.py
 
 clean: ## remove what was built; keeps .venv
-	rm -rf build build-* dist out out-* $(TREE) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build build-* dist out out-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

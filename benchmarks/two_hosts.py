@@ -164,7 +164,9 @@ def slow_down(hosts: Sequence[Host], bits: float) -> None:
 
 
 def _limit(name: str, interface: str, bits: float, segment: int) -> None:
-    burst = max(2 * segment, int(bits / 8 * BURST))
+    # TCP may send two segments, with headers, as one packet. One that waits in the queue when the rate falls, and is
+    # larger than the new burst, would block the link for ever.
+    burst = max(4 * segment, int(bits / 8 * BURST))
     shaped = ["rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(max(4 * burst, 1 << 22))]
     _do("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shaped)
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, emit_json, note, print_columns, print_text, stdout_console, warn
 
-from fxpipe.inspection.formats import NONE, digits, known, text
-from fxpipe.inspection.run_comparison import SMOOTH, Pair, compare
-from fxpipe.inspection.table import COUNT, TEXT, WRITTEN, Column, Kind, ShownTable
+from fxpipe.cli.command import Command
+from fxpipe.cli.output import echo, note, print_columns, print_sections, print_text, put, stdout_console, warn
+from fxpipe.inspection.run_comparison import SMOOTH, Pair, comparison, run_table
+from fxpipe.inspection.table import COUNT, NONE, TEXT, WRITTEN, Column, Json, Kind, ShownTable, digits, or_dash, text
 from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace import OF_TRAINING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-Json = dict[str, Any]
+    pass
 
 SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
@@ -41,11 +37,10 @@ RARE = ("save",)
 def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int:
     """Compare runs: settings, speed, loss, and where their time went.
 
-    Each RUN is the --out folder of an `fxpipe run`, or of an `fxpipe sweep`, which stands for all its runs. The builds
-    may differ. For two runs, losses are compared at the end and after the same training time. A loss is the mean of
-    the last 20 steps, or of all if there are fewer; so is the one that `fxpipe run` prints at its end. Three or more
-    runs, or any with --seeds, become one table of the settings that differ and the results. A warning names what a
-    folder lacks, for example because the run was stopped.
+    Each RUN is the --out folder of an `fxpipe run`. The builds may differ. For two runs, losses are compared at the end
+    and after the same training time. A loss is the mean of the last 20 steps, or of all if there are fewer; so is the
+    one that `fxpipe run` prints at its end. Three or more runs, or any with --seeds, become one table of the settings
+    that differ and the results. A warning names what a folder lacks, for example because the run was stopped.
 
     \b
     fxpipe compare out/ other/
@@ -54,62 +49,34 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
     """
     from fxpipe.observe.run_folder import read_run
 
-    folders = tuple(run for folder in folders for run in _runs_of(folder))
     if len(folders) < 2:
         raise click.UsageError("give two runs or more")
-    if len(folders) > 2 or seeds:
-        print_runs(folders, seeds, as_json)
-        return 0
     runs = [read_run(folder) for folder in folders]
-    found = compare(*runs)
     for run in runs:
         for problem in run["problems"]:
             warn(f"{run['folder']}: {problem}")
-    if as_json:
-        emit_json(found)
+    if len(folders) > 2 or seeds:
+        put(run_table(runs, seeds=seeds), as_json, partial(_print_table, seeds))
     else:
-        describe(found, stdout_console())
+        put(comparison(*runs), as_json, describe)
     return 0
 
 
-def _runs_of(folder: str) -> list[str]:
-    """The runs of a sweep's folder that have ended; any other folder is returned as it is."""
-    swept = sorted(path.parent for path in Path(folder).glob("*/sweep.json"))
-    return [str(run) for run in swept if (run / "run.json").is_file()] or [folder]
-
-
-def print_runs(folders: Sequence[str], seeds: bool, as_json: bool) -> None:
-    """Print runs as one table.
-
-    Args:
-        seeds: runs that differ only in the seed share a row.
-
-    Raises:
-        RunError: a folder is not a run.
-    """
-    from fxpipe.inspection.run_table import run_table
-    from fxpipe.observe.run_folder import read_run
-
-    found = run_table([read_run(folder) for folder in folders], seeds=seeds)
-    for folder, problems in zip(folders, found["problems"], strict=True):
-        for problem in problems:
-            warn(f"{folder}: {problem}")
-    if as_json:
-        emit_json(found)
-        return
-    named = {name: NAMED.get(name, name.removeprefix("setting ").replace("_", " ")) for name in found["settings"]}
+def _print_table(seeds: bool, table: Json) -> None:
+    """A row for each run; with `seeds`, one for runs that differ only in the seed."""
+    named = {name: NAMED.get(name, name.removeprefix("setting ").replace("_", " ")) for name in table["settings"]}
     columns = [Column(title, partial(_of, "settings", name), TEXT) for name, title in named.items()]
     columns += [Column("seeds", lambda row: len(row["seeds"]), COUNT)] if seeds else []
     titles = {"samples_per_second": "samples/s"}
     columns += [
         Column(titles.get(name, name), partial(_of, "outcomes", name), _SPREAD, spare=int(name == "seconds"))
-        for name in found["outcomes"]
+        for name in table["outcomes"]
     ]
     if not seeds:
-        shared = os.path.commonpath([Path(folder).absolute().parent for folder in folders])
+        shared = os.path.commonpath([Path(row["runs"][0]).absolute().parent for row in table["rows"]])
         columns.append(Column("run", lambda row: os.path.relpath(row["runs"][0], shared), TEXT))
-    print_columns(ShownTable(columns, found["rows"]), stdout_console())
-    if seeds and any(row["outcomes"]["loss"][1] == 0 for row in found["rows"]):
+    print_columns(ShownTable(columns, table["rows"]))
+    if seeds and any(row["outcomes"]["loss"][1] == 0 for row in table["rows"]):
         note(
             "± 0: a run's seed changes only the order of data and random numbers, such as dropout's; "
             "the initial weights are the build's (fxpipe compile --seed)"
@@ -128,39 +95,34 @@ def _spread(pair: Pair) -> str:
     return digits(middle) if deviation is None else f"{digits(middle)} ± {digits(deviation)}"
 
 
-def describe(found: Json, console: Console) -> None:
+def describe(comparison: Json) -> None:
     """Print what `fxpipe.inspection.run_comparison` found: small tables, then the verdict."""
-    for number, folder in enumerate(found["runs"], start=1):
+    console = stdout_console()
+    for number, folder in enumerate(comparison["runs"], start=1):
         echo(f"run {number}  {folder}")
-    if not found["settings"]:
+    if not comparison["settings"]:
         echo("\nno setting differs")
-    tables = {
-        "settings that differ": _settings(found),
-        "speed and outcome": _speed(found),
-        "the workers' time, % of each one's run": _workers(found),
+    sections: dict[str, ShownTable | list[str]] = {
+        "settings that differ": _settings(comparison),
+        "speed and outcome": _speed(comparison),
+        "the workers' time, % of each one's run": _workers(comparison),
     }
-    for title, table in tables.items():
-        if table.rows:
-            echo(f"\n{title}")
-            print_columns(table, console)
-    for number, rows in enumerate(found["time_losses"], start=1):
-        if rows:
-            echo(f"\nwhere run {number} lost time")
-        for row in rows:
-            print_text(console, f"- {row['text']}")
+    for number, rows in enumerate(comparison["time_losses"], start=1):
+        sections[f"where run {number} lost time"] = [f"- {row['text']}" for row in rows]
+    print_sections(sections, console)
     echo()
-    for sentence in found["verdict"]:
+    for sentence in comparison["verdict"]:
         print_text(console, sentence)
 
 
-_LOSS = Kind(known(lambda value: f"{value:#.4g}"))
-_PERCENT = Kind(known(lambda share: f"{100 * share:.0f}"))
+_LOSS = Kind(or_dash(lambda value: f"{value:#.4g}"))
+_PERCENT = Kind(or_dash(lambda share: f"{100 * share:.0f}"))
 _SIDE = Kind(text, elastic=True)
 _SPREAD = Kind(_spread)
 
 
-def _settings(found: Json) -> ShownTable:
-    rows = [(NAMED.get(name, name.replace("_", " ")), *pair) for name, pair in found["settings"].items()]
+def _settings(comparison: Json) -> ShownTable:
+    rows = [(NAMED.get(name, name.replace("_", " ")), *pair) for name, pair in comparison["settings"].items()]
     return ShownTable([Column("", itemgetter(0), TEXT), *_runs()], rows)
 
 
@@ -168,26 +130,26 @@ def _runs() -> list[Column]:
     return [Column(f"run {i}", itemgetter(i), _SIDE) for i in (1, 2)]
 
 
-def _speed(found: Json) -> ShownTable:
-    percent = known(lambda share: f"{100 * share:.0f} %")
-    speed, loss = found["speed"], found["loss"]
+def _speed(comparison: Json) -> ShownTable:
+    percent = or_dash(lambda share: f"{100 * share:.0f} %")
+    speed, loss = comparison["speed"], comparison["loss"]
     rows = [
-        *((noun, speed[name], known(f"{{:{form}}}".format)) for name, (noun, form) in RATES.items()),
-        ("median step", speed["step_ms"], known(lambda ms: f"{ms:.3g} ms")),
+        *((noun, speed[name], or_dash(f"{{:{form}}}".format)) for name, (noun, form) in RATES.items()),
+        ("median step", speed["step_ms"], or_dash(lambda ms: f"{ms:.3g} ms")),
         ("of the forecast", speed["efficiency"], percent),
         ("bubble", speed["bubble"], percent),
-        ("seconds", speed["seconds"], known(lambda seconds: f"{seconds:.1f}")),
+        ("seconds", speed["seconds"], or_dash(lambda seconds: f"{seconds:.1f}")),
         ("final loss", loss["raw"], _LOSS.write),
         (f"mean of last {SMOOTH}", loss["smoothed"], _LOSS.write),
-        *((f"held out {name}", pair, _LOSS.write) for name, pair in found["evaluation"].items()),
+        *((f"held out {name}", pair, _LOSS.write) for name, pair in comparison["evaluation"].items()),
     ]
     cells = [(name, *map(write, pair), _change(pair)) for name, pair, write in rows if pair != [None, None]]
     return ShownTable([Column("", itemgetter(0), TEXT), *_runs(), Column("2 to 1", itemgetter(3), WRITTEN)], cells)
 
 
-def _workers(found: Json) -> ShownTable:
+def _workers(comparison: Json) -> ShownTable:
     sides = [(row["spent"][i] or {}) | {"worker": row["worker"], "run": i + 1, "busy": row["busy"][i]}
-             for row in found["workers"] for i in (0, 1) if row["busy"][i] is not None]  # fmt: skip
+             for row in comparison["workers"] for i in (0, 1) if row["busy"][i] is not None]  # fmt: skip
     kinds = [kind for kind in SPENT if any(side.get(kind, 0) >= 0.005 for side in sides)]
     columns = [Column("worker", "worker", COUNT), Column("run", "run", COUNT)]
     columns += [Column(kind, kind, _PERCENT, spare=int(kind in RARE)) for kind in ("busy", *kinds)]

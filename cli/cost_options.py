@@ -38,9 +38,9 @@ class CostOptions:
     )
 
     @staticmethod
-    def of(asked: dict[str, Any]) -> CostOptions:
+    def of(options: dict[str, Any]) -> CostOptions:
         """Take the cost options out of a command's options."""
-        return CostOptions(**{field.name: asked.pop(field.name) for field in fields(CostOptions)})
+        return CostOptions(**{field.name: options.pop(field.name) for field in fields(CostOptions)})
 
     def applied(
         self, options: CompileOptions, default_links: Links = GLOO_LOOPBACK, meta: bool = False
@@ -78,24 +78,23 @@ class CostOptions:
             memory=_each(self.memory, "--memory", quantity.memory, device_memory, workers),
         )
 
-    def _links(self, found: Links | None, workers: int, default: Links) -> Links | None:
+    def _links(self, links: Links | None, workers: int, default: Links) -> Links | None:
         if self.links is not None:
-            found = read_device_spec(self.links).links
-            if found is None:
+            links = read_device_spec(self.links).links
+            if links is None:
                 raise ProfileError(
                     f"{self.links} says nothing about links: it has no [links]",
                     where="--links",
                     hint="`fxpipe doctor --links -o links.toml` measures them and writes such a file",
                 )
         if self.bandwidth is not None:
-            found = replace(
-                found or default, bandwidth=typed_quantity(self.bandwidth, "--bandwidth", quantity.bandwidth)
-            )
+            bandwidth = typed_quantity(self.bandwidth, "--bandwidth", quantity.bandwidth)
+            links = replace(links or default, bandwidth=bandwidth)
         if self.latency is not None:
-            found = replace(found or default, latency=typed_quantity(self.latency, "--latency", quantity.seconds))
-        if found is not None:
-            found.check(workers)
-        return found
+            links = replace(links or default, latency=typed_quantity(self.latency, "--latency", quantity.seconds))
+        if links is not None:
+            links.check(workers)
+        return links
 
 
 def _each(

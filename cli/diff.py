@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, emit_json, print_columns, print_text, stdout_console
 
+from fxpipe.cli.command import Command
+from fxpipe.cli.output import echo, print_sections, put, stdout_console
 from fxpipe.errors import listed
-from fxpipe.inspection.formats import described_links, plural
-from fxpipe.inspection.table import NAMES, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
+from fxpipe.inspection.table import NAMES, SIZE, TEXT, TIME, WORKERS, Column, Json, ShownTable, described_links, plural
 from fxpipe.inspection.tables import WORKER, way
 from fxpipe.planner.links import Links, matrix
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-Json = dict[str, Any]
+    pass
 
 SIDES = ("first", "second")
 NAMED = 12
@@ -41,55 +38,44 @@ def diff_command(first: str, second: str, as_json: bool) -> int:
     fxpipe diff build/ other/
     fxpipe diff build/ other/ --json
     """
-    from fxpipe.inspection.difference import between
+    from fxpipe.inspection.difference import difference_of_folders
 
-    found = between(Path(first), Path(second))
-    if as_json:
-        emit_json(found)
-    else:
-        describe(found, stdout_console())
+    changes = difference_of_folders(Path(first), Path(second))
+    put(changes, as_json, describe)
     return 0
 
 
-def describe(found: Json, console: Console) -> None:
+def describe(changes: Json) -> None:
     """Print what `fxpipe.inspection.difference` found, in words and small tables."""
     from fxpipe.inspection.difference import TIMES
 
-    echo(f"{found['first']} → {found['second']}")
+    echo(f"{changes['first']} → {changes['second']}")
     sections: dict[str, ShownTable | list[str]] = {
-        "settings": list(_settings(found)),
-        "cuts": list(_moved(found)),
-        "workers: F and B of a microbatch, the rest of a minibatch": _workers(found),
-        "edges": _edges(found),
-        "parameters": list(_parameters(found)),
-        "files": list(_files(found)),
-        "as a whole": list(_whole(found)),
+        "settings": list(_settings(changes)),
+        "cuts": list(_moved(changes)),
+        "workers: F and B of a microbatch, the rest of a minibatch": _workers(changes),
+        "edges": _edges(changes),
+        "parameters": list(_parameters(changes)),
+        "files": list(_files(changes)),
+        "as a whole": list(_whole(changes)),
     }
-    for title, section in sections.items():
-        if isinstance(section, ShownTable):
-            if section.rows:
-                echo(f"\n{title}")
-                print_columns(section, console)
-        elif section:
-            echo(f"\n{title}")
-            for line in section:
-                print_text(console, line)
-    if found["identical"]:
-        times = any(set(TIMES) & set(worker["changed"]) for worker in found["workers"])
+    print_sections(sections, stdout_console())
+    if changes["identical"]:
+        times = any(set(TIMES) & set(worker["changed"]) for worker in changes["workers"])
         echo("\nthe builds are identical" + (", but for the times" if times else ""))
 
 
-def _settings(found: Json) -> Iterator[str]:
-    for row in found["settings"]:
-        one, two = (_said(row["name"], row[side]) for side in SIDES)
+def _settings(changes: Json) -> Iterator[str]:
+    for row in changes["settings"]:
+        one, two = (_value_text(row["name"], row[side]) for side in SIDES)
         yield f"{row['name'].replace('_', ' ')}: {one} → {two}"
-    for worker in found["workers"]:
+    for worker in changes["workers"]:
         if worker["first"] and worker["second"] and "engines" in worker["changed"]:
             one, two = (listed(worker[side]["engines"]) for side in SIDES)
             yield f"engines of worker {worker['worker']}: {one} → {two}"
 
 
-def _said(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     if name == "links":
         numbers: Json = {key: matrix(v) if isinstance(v, list) else float(v) for key, v in value.items()}
         links = Links(**numbers)
@@ -97,22 +83,22 @@ def _said(name: str, value: Any) -> str:
     return (", ".join(f"{speed:g}" for speed in value) or "all equal") if name == "speeds" else str(value)
 
 
-def _moved(found: Json) -> Iterator[str]:
+def _moved(changes: Json) -> Iterator[str]:
     words = {"forward": "F", "backward": "B", "weights": "W"}
-    for row in found["moved"]:
+    for row in changes["moved"]:
         first, *_, last = row["modules"] * 2
         units = first if first == last else f"{first} … {last}"
         way = f"{words[row['phase']]} from worker {row['from']} to {row['to']}"
         yield f"{way}: {units} ({plural(row['units'], 'unit')}, {row['ms']:.3g} ms)"
 
 
-def _workers(found: Json) -> ShownTable:
+def _workers(changes: Json) -> ShownTable:
     """Two rows for each worker that differs: in the first build and in the second."""
     from fxpipe.inspection.difference import BYTES, TIMES
 
     rows = [
         {"worker": worker["worker"], "build": side, **(worker[side] or {})}
-        for worker in found["workers"]
+        for worker in changes["workers"]
         if {*TIMES, *BYTES} & set(worker["changed"])
         for side in SIDES
     ]
@@ -121,51 +107,51 @@ def _workers(found: Json) -> ShownTable:
     return ShownTable([WORKER, Column("build", "build", TEXT), *columns], rows)
 
 
-def _edges(found: Json) -> ShownTable:
+def _edges(changes: Json) -> ShownTable:
     columns = (
         Column("edge", way, WORKERS), Column("kind", "kind", TEXT),
         Column("gone", "went", NAMES), Column("new", "came", NAMES), Column("changed", "changed", NAMES),
         Column("before", "before", SIZE), Column("after", "after", SIZE),
     )  # fmt: skip
-    return ShownTable(columns, found["edges"])
+    return ShownTable(columns, changes["edges"])
 
 
-def _parameters(found: Json) -> Iterator[str]:
+def _parameters(changes: Json) -> Iterator[str]:
     for side in SIDES:
-        if names := found["parameters"][side]:
-            yield f"only in {found[side]}: {listed(names)}"
-    for row in found["owners"]:
+        if names := changes["parameters"][side]:
+            yield f"only in {changes[side]}: {listed(names)}"
+    for row in changes["owners"]:
         count = plural(len(row["names"]), "parameter")
         yield f"owner from worker {row['from']} to {row['to']}: {listed(row['names'], NAMED)} ({count})"
-    if found["weights"]:
+    if changes["weights"]:
         yield "the initial weights differ"
 
 
-def _files(found: Json) -> Iterator[str]:
-    for title, group in (("the model's sources", found["sources"]), ("the stages' code", found["code"])):
+def _files(changes: Json) -> Iterator[str]:
+    for title, group in (("the model's sources", changes["sources"]), ("the stages' code", changes["code"])):
         if group["changed"]:
             yield f"{title} differ{'s' if title.endswith('code') else ''}: {listed(group['changed'])}"
         for side in SIDES:
             if group[side]:
-                yield f"{title}, only in {found[side]}: {listed(group[side])}"
-    for side, edited, stale in zip(SIDES, found["edited"], found["stale"], strict=True):
+                yield f"{title}, only in {changes[side]}: {listed(group[side])}"
+    for side, edited, stale in zip(SIDES, changes["edited"], changes["stale"], strict=True):
         if edited:
-            yield f"edited in {found[side]}: {listed(edited)}"
+            yield f"edited in {changes[side]}: {listed(edited)}"
         if stale:
-            yield f"{found[side]} is stale: {listed(stale)}"
+            yield f"{changes[side]} is stale: {listed(stale)}"
 
 
-def _whole(found: Json) -> Iterator[str]:
+def _whole(changes: Json) -> Iterator[str]:
     for name in ("units", "nodes"):
-        one, two = found[name]
+        one, two = changes[name]
         if one != two:
             yield f"{name} {one} → {two}"
-    one, two = (f"{share:.3f}" for share in found["balance"])
+    one, two = (f"{share:.3f}" for share in changes["balance"])
     if one != two:
         yield f"balance {one} → {two} (the mean worker's time over the slowest's)"
-    if None in found["forecast"]:
+    if None in changes["forecast"]:
         return
-    rates, bubbles = ([f[name] for f in found["forecast"]] for name in ("samples_per_second", "bubble"))
+    rates, bubbles = ([f[name] for f in changes["forecast"]] for name in ("samples_per_second", "bubble"))
     if all(rates) and f"{rates[0]:.1f}" != f"{rates[1]:.1f}":
         gain = f"{100 * (rates[1] / rates[0] - 1):+.1f}".replace("-", "−")
         yield (

@@ -6,17 +6,19 @@ import dataclasses
 import os
 import platform
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, emit_json, note, print_table, working
 
 import fxpipe
 from fxpipe import engines as backends
+from fxpipe.cli.command import Command
+from fxpipe.cli.output import echo, note, print_columns, put, working
 from fxpipe.errors import BuildError
+from fxpipe.inspection.table import TEXT, WRITTEN, Column, Json, ShownTable
 from fxpipe.plan.build_folder import check_output
 from fxpipe.planner.device import links_toml
 from fxpipe.planner.quantity import size
@@ -58,28 +60,29 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
         raise click.UsageError("-n and -o need --links")
     with working("looking around"):
         report = _report()
-    if as_json:
-        emit_json(report)
-    else:
-        for key, value in report.items():
-            lines = [", ".join(value)] if isinstance(value, list) and key != "engines" else value
-            for label, line in zip_longest([key], [lines] if isinstance(lines, str) else lines, fillvalue=""):
-                echo(f"{label:<12} {line or 'none'}")
+    put(report, as_json, _print_report)
     return 0 if report["self-test"] == "passed" else 1
 
 
-def _links(asked: int | None, out: str | None, as_json: bool) -> int:
+def _print_report(report: Json) -> None:
+    for key, value in report.items():
+        lines = [", ".join(value)] if isinstance(value, list) and key != "engines" else value
+        for label, line in zip_longest([key], [lines] if isinstance(lines, str) else lines, fillvalue=""):
+            echo(f"{label:<12} {line or 'none'}")
+
+
+def _links(count: int | None, out: str | None, as_json: bool) -> int:
     from fxpipe.measure.links import measure_group, measure_links
     from fxpipe.runtime.wires.environment import has_place
 
     together = has_place()
     first = not together or os.environ["RANK"] == "0"
-    if together and asked is not None:
+    if together and count is not None:
         raise click.UsageError("torchrun sets the number of processes (--nproc-per-node): leave out -n")
     if out is not None and first:
         check_output(Path(out).resolve().parent)  # before any work is done
     with working("measuring the links") if first else nullcontext(lambda text: None) as say:
-        report = measure_group(say=say) if together else measure_links(asked or 2, say=say)
+        report = measure_group(say=say) if together else measure_links(count or 2, say=say)
     if not first:
         return 0
     if out is not None:
@@ -92,11 +95,9 @@ def _links(asked: int | None, out: str | None, as_json: bool) -> int:
             Path(out).write_text(links_toml(report.links, comment), encoding="utf-8")
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error.strerror}", hint="choose another -o") from error
-    if as_json:
-        emit_json({"workers": report.workers, **_links_row(report), "out": out})
-        return 0
-    _print_links(report)
-    if out is not None:
+    facts = {"workers": report.workers, **_links_row(report), "out": out}
+    put(facts, as_json, lambda facts: _print_links(report))
+    if out is not None and not as_json:
         note(f"wrote {out}: the links of {report.transport}")
     return 0
 
@@ -119,16 +120,14 @@ def _print_links(report: LinkReport) -> None:
     from fxpipe.measure.links import SIZES
     from fxpipe.runtime.wires.carriers import carriers_text
 
-    rows = [
-        [
-            f"{pair.source} → {pair.target}",
-            f"{pair.latency * 1e6:.0f} µs",
-            *(f"{rate / 1e9:.2f} GB/s" for rate in pair.bandwidth),
-            f"{pair.copy * 1e9:.2f} ns/B",
-        ]
-        for pair in report.pairs
+    columns = [
+        Column(report.transport, lambda pair: f"{pair.source} → {pair.target}", TEXT),
+        Column("latency", lambda pair: f"{pair.latency * 1e6:.0f} µs", WRITTEN),
+        *(Column(size(bytes), partial(_rate, i), WRITTEN) for i, bytes in enumerate(SIZES)),
+        Column("processor", lambda pair: f"{pair.copy * 1e9:.2f} ns/B", WRITTEN),
     ]
-    print_table([report.transport, "latency", *map(size, SIZES), "processor"], rows)
+    print_columns(ShownTable(columns, report.pairs), whole=True)
+    echo()
     if report.coverage is not None:
         echo(f"measured {report.coverage}")
     for line in carriers_text(report.carriers):
@@ -139,6 +138,10 @@ def _print_links(report: LinkReport) -> None:
             f"{report.transport}: {links.bandwidth / 1e9:.2f} GB/s · latency {links.latency * 1e6:.0f} µs · "
             f"{links.copy * 1e9:.2f} ns of processor time for each byte, at either end"
         )
+
+
+def _rate(place: int, pair: Any) -> str:
+    return f"{pair.bandwidth[place] / 1e9:.2f} GB/s"
 
 
 def _report() -> dict[str, Any]:
@@ -168,12 +171,12 @@ def _report() -> dict[str, Any]:
 
 def _engines(device: str) -> list[str]:
     """Each engine with its versions and the device that runs it, or the reason why it cannot be used."""
-    found = ["eager"]
+    lines = ["eager"]
     for name in backends.ENGINES[1:]:
         engine = backends.make(name)
         reason = engine.missing(device)
-        found.append(f"{name} (not for {device}: {reason})" if reason else f"{name} ({engine.describe()})")
-    return found
+        lines.append(f"{name} (not for {device}: {reason})" if reason else f"{name} ({engine.describe()})")
+    return lines
 
 
 def _self_test() -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from fxpipe.cli.signals import asked, heed_signals, leave, over
+from fxpipe.cli.signals import first_signal, heed_signals, leave, over
 
 
 def main() -> NoReturn:
@@ -21,14 +21,14 @@ def main() -> NoReturn:
         over()
         code = ended.code
     except BaseException:
-        if (number := asked()) is None:
+        if (number := first_signal()) is None:
             over()
             raise
         leave(number)  # whatever exception it became on the way, the signal is the cause
     else:
         over()
         code = 0
-    number = asked()
+    number = first_signal()
     sys.exit(code if number is None else 128 + number)
 
 

@@ -1,17 +1,17 @@
-"""`fxpipe explain`: the pages of `docs/errors`, in a terminal; once installed, they are next to this file."""
+"""`fxpipe explain`: the pages of `docs/errors`, in a terminal."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+
+import fxpipe
 from fxpipe.cli.command import Command
 from fxpipe.cli.output import echo
-
 from fxpipe.errors import FxpipeError, near
 
-_UP = Path(__file__).parents[1]
-FOLDER = _UP / "pages" if (_UP / "pages").is_dir() else _UP / "docs" / "errors"
+FOLDER = Path(fxpipe.__file__).parent / "pages"
 
 
 def titles() -> dict[str, str]:
@@ -26,9 +26,9 @@ def text_of(name: str) -> str:
     Raises:
         FxpipeError: there is no such page.
     """
-    known = titles()
-    if name not in known:
-        raise FxpipeError(f"there is no page {name!r}{near(name, known)}", hint=f"pages: {', '.join(known)}")
+    pages = titles()
+    if name not in pages:
+        raise FxpipeError(f"there is no page {name!r}{near(name, pages)}", hint=f"pages: {', '.join(pages)}")
     return (FOLDER / f"{name}.md").read_text(encoding="utf-8")
 
 
@@ -44,8 +44,8 @@ def explain_command(page: str | None) -> int:
     if page is not None:
         echo(text_of(page).rstrip())
         return 0
-    found = titles()
-    width = max(map(len, found))
-    for name, title in found.items():
+    pages = titles()
+    width = max(map(len, pages))
+    for name, title in pages.items():
         echo(f"{name:<{width}}  {title}")
     return 0

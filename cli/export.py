@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.command import Command, group
-from fxpipe.cli.option_fields import AbsolutePath
-from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
+from fxpipe.cli.command import AbsolutePath, Command, group
+from fxpipe.cli.output import echo, print_columns, put, warn, working
 from fxpipe.errors import ExportError
+from fxpipe.inspection.table import COUNT, SIZE, TEXT, Column, Json, Kind, ShownTable, or_dash
 from fxpipe.plan.build_folder import model_path
-from fxpipe.planner.quantity import size
 
 if TYPE_CHECKING:
-    from fxpipe.build.build import Build
+    from fxpipe.builds.build import Build
     from fxpipe.task.model_file import Task
 
 
@@ -101,13 +100,8 @@ def export_command(
     check_export_target(out, inference=inference)
     with working("exporting") as say:
         source = _read(build, model, trained, say)
-        found = (_export_inference if inference else _export)(*source, out, form, opset, say)
-    if as_json:
-        emit_json({"out": out, "opset": opset, "weights": form, "trained": trained, **found})
-    else:
-        _print(found, out)
-        if form != "inputs":
-            echo(f"weights  {trained or 'the initial ones, untrained'}")
+        facts = (_export_inference if inference else _export)(*source, out, form, opset, say)
+    put({"out": out, "opset": opset, "weights": form, "trained": trained, **facts}, as_json, _print)
     return 0
 
 
@@ -157,7 +151,7 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     """The build with the weights to export, its model file and the first batch."""
     import torch
 
-    from fxpipe.build.build import load
+    from fxpipe.builds.build import load
     from fxpipe.export.trained import with_trained
     from fxpipe.plan.current import check_current
     from fxpipe.task.model_file import task_of_build
@@ -185,19 +179,21 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     return build, task, task.example()
 
 
-def _print(found: dict[str, Any], out: str) -> None:
-    files = found["files"]
-    if "batches" in found:
-        print_table(["file", "nodes", "size"], [[f["name"], f"{f['nodes']:,}", size(f["bytes"])] for f in files])
-        sizes = ", ".join(map(str, found["batches"]))
+def _print(facts: Json) -> None:
+    files = facts["files"]
+    columns = (
+        Column("file", "name", TEXT), Column("least exact output", "worst", TEXT), Column("nodes", "nodes", COUNT),
+        Column("size", "bytes", SIZE), Column("relative error", "error", Kind(or_dash("{:.1e}".format))),
+        Column("took", "seconds", Kind(or_dash("{:.1f} s".format))),
+    )  # fmt: skip
+    print_columns(ShownTable(columns, files).filled(), whole=True)
+    echo()
+    if "batches" in facts:
+        sizes = ", ".join(map(str, facts["batches"]))
         echo(
-            f"chained in onnxruntime: relative error {found['error']:.1e} against eager PyTorch"
+            f"chained in onnxruntime: relative error {facts['error']:.1e} against eager PyTorch"
             + (f", with batches of {sizes}" if sizes else "")
         )
-    else:
-        rows = [
-            [f["name"], f["worst"], f"{f['nodes']:,}", size(f["bytes"]), f"{f['error']:.1e}", f"{f['seconds']:.1f} s"]
-            for f in files
-        ]
-        print_table(["file", "least exact output", "nodes", "size", "relative error", "took"], rows, left=2)
-    echo(f"wrote {out}: {', '.join(f['name'] for f in files)}")
+    echo(f"wrote {facts['out']}: {', '.join(f['name'] for f in files)}")
+    if facts["weights"] != "inputs":
+        echo(f"weights  {facts['trained'] or 'the initial ones, untrained'}")

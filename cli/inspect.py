@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from fxpipe.cli.command import Command
-from fxpipe.cli.option_fields import AbsolutePath, option_fields
-from fxpipe.cli.output import echo, echo_file, emit_json, note, stdout_console, warn, working
 
+from fxpipe.cli.command import AbsolutePath, Command, option_fields
+from fxpipe.cli.output import echo_file, emit_json, note, put, stdout_console, warn, working
 from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command)
 @click.argument("build", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
-@click.option("--node", metavar="NAME", help="Show where a value, a parameter or a module comes from and goes to.")
 @click.option(
     "--schedule",
     type=schedule_text,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 def inspect_command(
     build: str,
     stage: int | None,
-    node: str | None,
     schedule: str | None,
     policy: str | None,
     depth: int | None,
@@ -62,21 +59,16 @@ def inspect_command(
     \b
     fxpipe inspect build/
     fxpipe inspect build/ --stage 1
-    fxpipe inspect build/ --node blocks.3.qkv.weight
     fxpipe inspect build/ --schedule async --policy stash
     fxpipe inspect build/ --run run/ --html report.html
     """
-    from fxpipe.cli.terminal.overview import print_overview
-    from fxpipe.cli.terminal.version_grid import print_grid
-
-    from fxpipe.inspection.facts import facts, value_facts
+    from fxpipe.cli.terminal.overview import print_grid, print_overview
+    from fxpipe.inspection.facts import facts
     from fxpipe.observe.run_folder import read_run
     from fxpipe.task.model_file import task_of_build
 
-    views = {"--stage": stage, "--node": node, "--html": html}
-    given = [option for option, value in views.items() if value is not None]
-    if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
+    if stage is not None and html is not None:
+        raise click.UsageError("--stage and --html show different things: give one of them")
     if run is not None and stage is not None:
         raise click.UsageError("--stage prints code and shows no run: leave out --run")
     if html is not None:
@@ -88,27 +80,24 @@ def inspect_command(
     found_run = None if run is None else read_run(run, subject.plan.digest)
     if policy is not None and policy.split("+")[0] not in POLICIES and subject.model is not None:
         task_of_build(subject.plan, build)  # registers it
-    if node is not None:
-        _print_node(value_facts(subject, schedule, policy, found_run), node, as_json)
-        return 0
     with working("inspecting"):
-        found = facts(subject, schedule=schedule, policy=policy, run=found_run)
-    if found["forecast"] is None:
-        own = found["grid"]["policy"]
-        warn(f"policy {own} is the model file's own, which is not imported: --policy {own} imports it")
+        shown = facts(subject, schedule=schedule, policy=policy, run=found_run)
+    if shown["forecast"] is None:
+        own_policy = shown["grid"]["policy"]
+        warn(f"policy {own_policy} is the model file's own, which is not imported: --policy {own_policy} imports it")
     if html is not None:
         from fxpipe.inspection.report.page import write_report
 
-        write_report(found, Path(html))
+        write_report(shown, Path(html))
         for problem in found_run["problems"] if found_run else ():
             warn(problem)
         note(f"wrote {html}")
     if as_json:
-        emit_json(found)
+        emit_json(shown)
     elif html is None and (schedule is not None or policy is not None):
-        print_grid(found["grid"], stdout_console())
+        print_grid(shown["grid"], stdout_console())
     elif html is None:
-        print_overview(found, stdout_console(), depth, edges)
+        print_overview(shown, stdout_console(), depth, edges)
     return 0
 
 
@@ -136,23 +125,11 @@ def _read(build: str) -> Subject:
     return subject
 
 
-def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:
-    from fxpipe.inspection.value_text import describe
-    from fxpipe.inspection.values import trace
-
-    if as_json:
-        emit_json(trace(found, name))
-    else:
-        echo(describe(found, name), nl=False)
-
-
 def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
     stages = subject.plan.stages
     if stage >= len(stages):
         raise BuildError(f"there is no stage {stage}", hint=f"the stages are 0 to {len(stages) - 1}")
     file = stages[stage].file
     source, edited = subject.files[file], file in subject.edited
-    if as_json:
-        emit_json({"stage": stage, "file": file, "edited": edited, "source": source})
-    else:
-        echo_file(source)
+    facts = {"stage": stage, "file": file, "edited": edited, "source": source}
+    put(facts, as_json, lambda facts: echo_file(facts["source"]))

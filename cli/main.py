@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from types import TracebackType
 
 import click
+
+import fxpipe
 from fxpipe.cli.compare import compare_command
 from fxpipe.cli.compile import compile_command
 from fxpipe.cli.diff import diff_command
@@ -22,12 +24,11 @@ from fxpipe.cli.explain import explain_command
 from fxpipe.cli.export import export_command
 from fxpipe.cli.inspect import inspect_command
 from fxpipe.cli.output import OutputLost, echo, finish_stdout, forget_stdout, only_json_on_stdout, show_error
+from fxpipe.cli.passes import passes_command
 from fxpipe.cli.plan import plan_command
 from fxpipe.cli.run import run_command
-from fxpipe.cli.sweep import sweep_command
-
-import fxpipe
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, first_line
+from fxpipe.limits import check_folder, limit_hint
 from fxpipe.messages import begin_here, say
 
 
@@ -52,8 +53,8 @@ cli.add_command(plan_command)
 cli.add_command(inspect_command)
 cli.add_command(diff_command)
 cli.add_command(compare_command)
-cli.add_command(sweep_command)
 cli.add_command(export_command)
+cli.add_command(passes_command)
 cli.add_command(doctor_command)
 cli.add_command(explain_command)
 
@@ -71,9 +72,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
-    asked = sys.argv[1:] if arguments is None else arguments
+    typed = sys.argv[1:] if arguments is None else arguments
     try:
-        with only_json_on_stdout() if "--json" in asked else nullcontext():
+        check_folder()
+        with only_json_on_stdout() if "--json" in typed else nullcontext():
             result = cli.main(arguments, prog_name="fxpipe", standalone_mode=False)
         finish_stdout()
         return result if isinstance(result, int) else 0
@@ -86,30 +88,40 @@ def _run(arguments: list[str] | None) -> int:
         echo("interrupted", err=True)
         return 130
     except FxpipeError as error:
-        return _explain(error, asked)
+        return _explain(error, typed)
     except OSError as error:
         if error.filename is None:
-            raise
+            return _limited(error, typed)
         what = f"{_short(str(error.filename))}: {error.strerror}"
-        return _explain(FxpipeError(what, hint="give another path, or check this one"), asked)
-    except Exception:
-        raise
+        return _explain(FxpipeError(what, hint="give another path, or check this one"), typed)
+    except Exception as error:
+        return _limited(error, typed)
     except BaseException as error:
         from fxpipe.runtime.process.ends import Stopped, ended_by_user_code
         from fxpipe.task.model_file import Answered
-        from fxpipe.tracing.user_lines import is_users
+        from fxpipe.user_lines import is_users
 
         if isinstance(error, (Stopped, Answered)) or not is_users(error):
             raise
-        who = f"worker {os.environ['RANK']}" if "RANK" in os.environ else _short(shlex.join(["fxpipe", *asked[:1]]))
-        return _explain(ended_by_user_code(error, who), asked)
+        who = f"worker {os.environ['RANK']}" if "RANK" in os.environ else _short(shlex.join(["fxpipe", *typed[:1]]))
+        return _explain(ended_by_user_code(error, who), typed)
 
 
 def _explain(error: FxpipeError, arguments: list[str]) -> int:
     """Print an error; an error without a file is in an argument, so its place is the command."""
     error.where = error.where or _short(shlex.join(["fxpipe", *arguments]))
+    error.hint = limit_hint(error) or error.hint
     show_error(str(error))
     return error.exit_code
+
+
+def _limited(error: Exception, arguments: list[str]) -> int:
+    """Explain an error that comes from a limit of the system; raise any other: it is a defect."""
+    if limit_hint(error) is None:
+        raise error
+    what = FxpipeError(first_line(error))
+    what.__cause__ = error
+    return _explain(what, arguments)
 
 
 def _short(text: str) -> str:

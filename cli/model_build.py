@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import click
-from fxpipe.cli.cost_options import CostOptions
-from fxpipe.cli.output import warn, working
 from torch import nn
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
+from fxpipe.cli.cost_options import CostOptions
+from fxpipe.cli.output import echo, put, warn, working
+from fxpipe.cli.passes import after_pass
 from fxpipe.errors import FxpipeError
-from fxpipe.ir.transform import Observer
-from fxpipe.lowering.first_of_each import batches_to_compile
+from fxpipe.ir.printer import print_program
+from fxpipe.ir.saved_program import file_of, read_programs
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.first_of_each import batches_to_compile, open_end
 from fxpipe.lowering.lower import compile
-from fxpipe.lowering.options import SCANNED, CompileOptions
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.measure.stages import measure_stages
+from fxpipe.options import flags
+from fxpipe.passes import every_pass
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import NCCL_NODE
 from fxpipe.random_state import seed_everything
@@ -31,6 +36,7 @@ from fxpipe.task.captured import captured_of, source_digests
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.model_options import ModelOptions
 from fxpipe.task.splitter import splitter_of
+from fxpipe.tracing.hook_state import BeforeModel
 
 OFF = 1.3
 """How far the time of a stage may be from the sum of its operators' times without a warning."""
@@ -39,6 +45,13 @@ MANY_SHAPES = (
     "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape gets "
     "its stages during the run (--new-shapes), in some seconds: --scan N finds more of them now, --pad-to needs fewer"
 )
+
+IN_COMMAND = (
+    "workers", "cuts", "forward_at", "backward_at", "schedule", "synchronous", "virtual", "dp", "outer", "outer_every",
+    "outer_lr", "outer_momentum", "outer_delay", "shard", "replicas", "microbatches", "codec", "recompute", "autocast",
+    "params", "constant_batch", "pad_to", "scan",
+)  # fmt: skip
+"""Options that the command in the stages' headers has, in its order, where they differ from their defaults."""
 
 NOTICEABLE = 5e-3
 """The least seconds of a stage's forward and backward for such a warning."""
@@ -56,88 +69,81 @@ class ModelBuild:
     options: CompileOptions
 
 
-def build_model(
-    task: Task, made: ModelOptions, options: CompileOptions, costs: CostOptions, observers: Sequence[Observer] = ()
-) -> ModelBuild:
+def build_model(task: Task, setup: ModelOptions, options: CompileOptions, costs: CostOptions) -> ModelBuild:
     """Compile a model file, in memory; time its stages where times are measured.
 
     Args:
         task: the file's.
-        observers: are called after every pass.
 
     Raises:
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
     assert task.path is not None
     path = task.path
-    if made.meta and options.backend != "eager":
+    if setup.meta and options.backend != "eager":
         raise click.UsageError(
             f"--backend {options.backend} is tried on the stages, but --meta leaves parameters "
             "without values: leave it out, and give it to `fxpipe run`"
         )
-    asked, options = options, costs.applied(options, meta=made.meta)
+    plain_options, options = options, costs.applied(options, meta=setup.meta)
     reuse_freed_memory()
     with working("reading the model"):
         _ = options.encoding  # refused before the work, and after the file, which may have codecs of its own
-        model, first = made.make_with(task, options.scan)
-    if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
-        options = costs.applied(asked, NCCL_NODE, meta=made.meta)
+        before, calls_model = BeforeModel(task.hooks.of_run), []
+        model, first = setup.make_with(task, options.scan, lambda: calls_model.append(before.changed()))
+    if setup.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
+        options = costs.applied(plain_options, NCCL_NODE, meta=setup.meta)
     for warning in task.warnings:
         warn(warning)
-    options = dataclasses.replace(options.for_task(task), command=_command(path.name, made, options))
+    options = dataclasses.replace(options.for_task(task), command=_command(path.name, setup, options))
     evaluation = None
     if task.validates:
-        held_out = _batches("eval_data", task.eval_data, task, made.seed)
+        held_out = _batches("eval_data", task.eval_data, task, setup.seed)
         evaluation = task.metrics, held_out, task.metrics_of_all if task.gathers else None
     with working("compiling") as say:
-        (batch, *shapes), last = batches_to_compile(first, options, made.device)
+        (batch, *shapes), last = batches_to_compile(first, options, setup.device)
         say("capturing, costing and cutting")
-        more: dict[str, Any] = {"shapes": shapes, "last": last, "evaluation": evaluation, "observers": observers}
+        more: dict[str, Any] = {"shapes": shapes, "last": last, "evaluation": evaluation}
         build = compile(model, task.loss, batch, options, **more, say=say)
         padded = [one.padded(build.plan.padding) for one in (*shapes, *([] if last is None else [last]))]
         compiled = [next(filter(splitter_of(one).fits, padded)) for one in build.plan.of_shapes[1:]]
         seen = len([one for one in compiled if one in padded[: len(shapes)]]) + 1
         doubts = [MANY_SHAPES.format(len(first.batches), seen)] if seen > 2 else []
+        doubts += open_end(first, 1 + len(compiled), options)
         if options.cost == "measured":
             build = _timed(build, first.batches[0], task, options.threads or 1, say)
     lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
-    captured = captured_of(path, pairs(made.settings), made.arguments, lines)
-    known: dict[str, Any] = {"sources": source_digests(path), "captured": captured, "run_options": task.run_options}
-    plan = dataclasses.replace(build.plan, **known)
+    captured = captured_of(path, pairs(setup.settings), setup.arguments, lines)
+    fields: dict[str, Any] = {"sources": source_digests(path), "captured": captured, "run_options": task.run_options}
+    fields["calls_model"] = any(calls_model)
+    plan = dataclasses.replace(build.plan, **fields)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
 
 
-def _command(name: str, made: ModelOptions, options: CompileOptions) -> str:
+def _command(name: str, setup: ModelOptions, options: CompileOptions) -> str:
     """The command that makes this build again, without the paths that differ from machine to machine.
 
     Args:
         options: as the command line gives them; those that the model file gives are left out.
     """
-    parts = ["fxpipe compile", name, f"-n {options.workers}"]
-    parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
-    parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
-    parts += [f"--schedule {'FILE.csv' if options.from_file else options.schedule}"]
-    parts += ["--synchronous"] if options.synchronous else []
-    parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
-    parts += [f"--dp {options.dp}"] if options.dp > 1 else []
-    for name in ("outer", "outer_every", "outer_lr", "outer_momentum", "outer_delay"):
-        asked = getattr(options, name)
-        parts += [] if asked is None else [f"--{name.replace('_', '-')} {asked}"]
-    parts += [] if options.shard is None else [f"--shard {options.shard}"]
-    parts += [f"--replicas {','.join(map(str, options.replicas))}"] if options.replicas else []
-    parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
-    parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
-    parts += [f"--recompute {options.recompute}"] if options.recompute != "auto" else []
-    parts += [f"--autocast {options.autocast}"] if options.autocast else []
-    parts += [f"--params {options.params}"] if options.params else []
-    parts += [f"--constant-batch {shlex.quote(name)}" for name in options.constant_batch]
-    parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]
-    parts += [f"--scan {options.scan}"] if options.scan != SCANNED else []
-    parts += ["--meta"] if made.meta else []
-    parts += [f"--set {shlex.quote(given)}" for given in made.settings]
-    parts += ["--", *map(shlex.quote, made.arguments)] if made.arguments else []
+    parts, by_field = ["fxpipe compile", name], flags(CompileOptions)
+    for field in IN_COMMAND:
+        flag, value = by_field[field], getattr(options, field)
+        if field == "schedule" and options.from_file:
+            value = "FILE.csv"
+        elif field not in ("workers", "schedule") and value in (None, (), flag.default):
+            continue
+        repeated = value if isinstance(flag.default, tuple) else [_text(value)]
+        parts += [flag.names[0] if value is True else f"{flag.names[0]} {shlex.quote(text)}" for text in repeated]
+    parts += ["--meta"] if setup.meta else []
+    parts += [f"--set {shlex.quote(setting)}" for setting in setup.settings]
+    parts += ["--", *map(shlex.quote, setup.arguments)] if setup.arguments else []
     return " ".join(parts)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int) -> Iterator[Any]:
@@ -156,13 +162,12 @@ def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:
-
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)
     costs = dataclasses.replace(build.costs, times=times)
     doubts = doubts_of(costs, build.plan.ranks, threads, build.plan.device)
-    kept = None if list(_contradicted(costs)) else build.node_costs
-    return dataclasses.replace(build, costs=costs, node_costs=kept, warnings=(*build.warnings, *doubts))
+    node_costs = None if list(_contradicted(costs)) else build.node_costs
+    return dataclasses.replace(build, costs=costs, node_costs=node_costs, warnings=(*build.warnings, *doubts))
 
 
 def _contradicted(costs: BuildCosts) -> Iterator[tuple[int, float]]:
@@ -188,3 +193,17 @@ def doubts_of(costs: BuildCosts, ranks: int, threads: int, device: str) -> Itera
             f"{ranks} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
             "forecast is for workers that have their own cores"
         )
+
+
+def print_after(
+    name: str, task: Task, setup: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
+) -> None:
+    """Print the program after a pass, as `fxpipe passes` does of a build.
+
+    Raises:
+        FxpipeError: no pass has that name, or it does not run with these options.
+    """
+    texts = build_model(task, setup, options, costs).build.programs
+    saved = after_pass(read_programs(file_of(texts), every_pass()), name)
+    text = print_program(run_passes(saved.program, saved.passes))
+    put({"after": name, "program": text}, as_json, lambda facts: echo(text, nl=False))

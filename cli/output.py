@@ -8,15 +8,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from fxpipe.errors import FxpipeError
-from fxpipe.inspection.table import TEXT, WRITTEN, Cell, Column, ShownTable
+from fxpipe.inspection.table import Cell, Column, Json, ShownTable
 from fxpipe.messages import from_here, how_far, plain, plain_lines
 from fxpipe.typed_json import dumps
 
@@ -71,6 +70,11 @@ def emit_json(data: Any) -> None:
         raise _lost(error) from error
 
 
+def put(facts: Json, as_json: bool, show: Callable[[Json], object]) -> None:
+    """Facts on stdout: as one JSON object, or as `show` prints them."""
+    (emit_json if as_json else show)(facts)
+
+
 @contextmanager
 def only_json_on_stdout() -> Iterator[None]:
     """Inside, stdout is for `emit_json` alone: all that other code writes there goes to stderr.
@@ -82,11 +86,11 @@ def only_json_on_stdout() -> Iterator[None]:
     shown.flush()
     try:
         number = shown.fileno()
-        kept = os.dup(number)
+        duplicate = os.dup(number)
     except (OSError, ValueError):  # it is no file, or closed
-        number = kept = -1
-    stream = shown if kept < 0 else os.fdopen(kept, "w", encoding=shown.encoding, errors=shown.errors)
-    if kept >= 0:
+        number = duplicate = -1
+    stream = shown if duplicate < 0 else os.fdopen(duplicate, "w", encoding=shown.encoding, errors=shown.errors)
+    if duplicate >= 0:
         with suppress(OSError):  # stderr is closed
             os.dup2(2, number)
     _json, sys.stdout = stream, sys.stderr
@@ -94,10 +98,10 @@ def only_json_on_stdout() -> Iterator[None]:
         yield
     finally:
         _json, sys.stdout = None, shown
-        if kept >= 0:
+        if duplicate >= 0:
             with suppress(OSError):
                 shown.flush()  # of what a module kept from before
-            os.dup2(kept, number)
+            os.dup2(duplicate, number)
             with suppress(OSError):
                 stream.close()
 
@@ -192,9 +196,9 @@ def console(**options: Any) -> Console:
 
     if not options.get("stderr"):
         options["file"] = _Stdout()
-    made = Console(**options, highlight=False, emoji=False, markup=False)
-    made.push_render_hook(Filter())
-    return made
+    result = Console(**options, highlight=False, emoji=False, markup=False)
+    result.push_render_hook(Filter())
+    return result
 
 
 @contextmanager
@@ -237,11 +241,18 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
             thread.join()
 
 
-def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:
-    """A table on stdout; the first `left` columns are text, the others numbers; as wide as its cells."""
-    columns = [Column(header, itemgetter(i), TEXT if i < left else WRITTEN) for i, header in enumerate(headers)]
-    print_columns(ShownTable(columns, rows), stdout_console(), whole=True)
-    echo()
+def print_sections(sections: Mapping[str, ShownTable | Sequence[str]], console: Console) -> None:
+    """Tables and lines, each below its title; those without any are left out."""
+    for title, section in sections.items():
+        lines = section.rows if isinstance(section, ShownTable) else section
+        if not lines:
+            continue
+        echo(f"\n{title}")
+        if isinstance(section, ShownTable):
+            print_columns(section, console)
+        else:
+            for line in section:
+                print_text(console, line)
 
 
 _GAP = 2
@@ -251,14 +262,15 @@ _LEAST = 10
 """The least width of an elastic column."""
 
 
-def print_columns(table: ShownTable, console: Console, *, whole: bool = False) -> None:
-    """A table no wider than the console: columns are left out, names shortened.
+def print_columns(table: ShownTable, console: Console | None = None, *, whole: bool = False) -> None:
+    """A table no wider than the console, by default that of stdout: columns are left out, names shortened, numbers not.
 
     Args:
         whole: keep all columns and names, although a narrow terminal wraps the lines.
     """
     from rich.text import Text
 
+    console = console or stdout_console()
     titles, rows = table.written()
     columns = {i: max(len(title), *(_text(row[i]).cell_len for row in rows)) for i, title in enumerate(titles)}
     if not whole:
@@ -299,15 +311,15 @@ def _wide(columns: dict[int, int]) -> int:
 
 def _fitting(columns: Sequence[Column], full: dict[int, int], room: int) -> dict[int, int]:
     """The width of each column that is shown."""
-    wanted = {i: min(w, _ELASTIC) if columns[i].kind.elastic else w for i, w in full.items()}
-    while _wide(wanted) > room and (spare := max(columns[i].spare for i in wanted)):
-        wanted = {i: w for i, w in wanted.items() if columns[i].spare != spare}
-    elastic = [i for i in wanted if columns[i].kind.elastic]
-    while _wide(wanted) > room and elastic and max(wanted[i] for i in elastic) > _LEAST:
-        wanted[max(elastic, key=wanted.__getitem__)] -= 1
+    widths = {i: min(w, _ELASTIC) if columns[i].kind.elastic else w for i, w in full.items()}
+    while _wide(widths) > room and (spare := max(columns[i].spare for i in widths)):
+        widths = {i: w for i, w in widths.items() if columns[i].spare != spare}
+    elastic = [i for i in widths if columns[i].kind.elastic]
+    while _wide(widths) > room and elastic and max(widths[i] for i in elastic) > _LEAST:
+        widths[max(elastic, key=widths.__getitem__)] -= 1
     for i in elastic:
-        wanted[i] = min(full[i], wanted[i] + max(0, room - _wide(wanted)))
-    return wanted
+        widths[i] = min(full[i], widths[i] + max(0, room - _wide(widths)))
+    return widths
 
 
 def _aligned(text: Text, left: bool, width: int) -> Text:

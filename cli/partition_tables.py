@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
-from fxpipe.cli.output import echo, print_columns, stdout_console
-
-from fxpipe.inspection.formats import TimeUnit, described_links, plural
-from fxpipe.inspection.table import CLOCK, COUNT, SHARE, SPAN, TEXT, WORKERS, WRITTEN, Column, ShownTable
+from fxpipe.cli.output import echo, print_columns
+from fxpipe.inspection.table import (
+    CLOCK,
+    COUNT,
+    SHARE,
+    SPAN,
+    TEXT,
+    WORKERS,
+    WRITTEN,
+    Column,
+    Json,
+    ShownTable,
+    TimeUnit,
+    described_links,
+    plural,
+)
 from fxpipe.inspection.tables import LOADS, WORKER
+from fxpipe.inspection.workers import load_row
 from fxpipe.planner.branches import graph_of_cuts
-from fxpipe.planner.partition import Load, Partition
+from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import PlanInput, Profile
 from fxpipe.planner.replicated import notation
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule import Schedule
 from fxpipe.schedule.graph import graph_text
 
-Json = dict[str, Any]
-
 PLAIN = {"data_parallel": "data parallelism", "pipeline": "plain pipeline"}
 """Titles of the plain plans that plans with replicas are compared with, by their names in JSON."""
+BYTES = ("memory", "values")
+"""What of a worker's load is no time."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class PlannedCuts:
         """The schedule of these workers, the same for all partitions."""
         return self.setting.schedule_of(len(self.first.loads))
 
-    def as_json(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """One object: what was planned for, and each partition."""
         subject = self.subject
         shared = {"processes": self.processes, "shared_out_evenly": self.setting.evenly}
@@ -82,12 +92,23 @@ class PlannedCuts:
             **{name: self._json(timed) for name, timed in (self.found | self.plain).items()},
         }
 
-    def _json(self, timed: TimedPartition | None) -> dict[str, Any] | None:
-
+    def _json(self, timed: TimedPartition | None) -> Json | None:
+        """A partition: cuts as unit numbers, times in milliseconds (a microbatch's, unless named), memory in bytes."""
         if timed is None:
             return None
         partition, milliseconds = timed.partition, 1e3 * timed.seconds
-        result: dict[str, Any] = _partition_json(partition)
+        result: Json = {
+            "forward_cuts": list(partition.forward[1:-1]),
+            "backward_cuts": list(partition.backward[1:-1]),
+            "weight_cuts": list(partition.weights[1:-1]),
+            "recompute": [list(run) for run in partition.recompute],
+            "bottleneck_ms": 1e3 * partition.bottleneck,
+            "efficiency": partition.efficiency,
+            "exact": partition.exact,
+            "lower_bound_ms": 1e3 * partition.lower_bound,
+            "memory_bytes": [load.memory for load in partition.loads],
+            "workers": [{n: v if n in BYTES else 1e3 * v for n, v in asdict(load).items()} for load in partition.loads],
+        }
         if self.processes is None:
             result |= {"simulated_ms": milliseconds / self.subject.microbatches, "bubble": timed.bubble}
         else:
@@ -99,7 +120,7 @@ class PlannedCuts:
             result["samples_per_second"] = samples / timed.seconds if timed.seconds else math.inf
         return result
 
-    def show(self) -> None:
+    def show(self, facts: Json) -> None:
         """A table for each kind of cuts, with a row for each worker; then the times of minibatches."""
         subject, shared, shown = self.subject, self.processes is not None, dict[tuple[tuple[int, ...], ...], str]()
         for mode, timed in self.found.items():
@@ -118,11 +139,12 @@ class PlannedCuts:
             shown.setdefault(what, mode)
         few = f"{self.processes} replicas, {subject.microbatches} microbatches"
         why = {"data_parallel": few} if shared and subject.microbatches < (self.processes or 0) else {}
-        rows = {
-            PLAIN.get(name, name) + ("" if timed else f": {why.get(name, 'does not fit')}"): self._json(timed) or {}
+        rows = [
+            {"name": PLAIN.get(name, name) + ("" if timed else f": {why.get(name, 'does not fit')}")}
+            | (facts[name] or {})
             for name, timed in (self.found | self.plain).items()
-        }
-        print_columns(_table(rows), stdout_console(), whole=True)
+        ]
+        print_columns(ShownTable(COLUMNS, rows).filled(), whole=True)
         ideal, time = 1e3 * self.first.ideal, TimeUnit([1e3 * self.first.ideal])
         size = "each as large as the profile's"
         if subject.samples is not None:
@@ -140,36 +162,6 @@ class PlannedCuts:
             )
 
 
-def _partition_json(partition: Partition) -> dict[str, Any]:
-    """A partition: cuts as unit numbers, times in milliseconds a microbatch, memory in bytes."""
-    return {
-        "forward_cuts": list(partition.forward[1:-1]),
-        "backward_cuts": list(partition.backward[1:-1]),
-        "weight_cuts": list(partition.weights[1:-1]),
-        "recompute": [list(run) for run in partition.recompute],
-        "bottleneck_ms": 1e3 * partition.bottleneck,
-        "efficiency": partition.efficiency,
-        "exact": partition.exact,
-        "lower_bound_ms": 1e3 * partition.lower_bound,
-        "memory_bytes": [load.memory for load in partition.loads],
-        "workers": [_milliseconds(load) for load in partition.loads],
-    }
-
-
-def _table(found: Mapping[str, Json]) -> ShownTable:
-    """The best cuts of each kind, from their JSON; cells are empty where there are none."""
-    rows = [{"name": name, **row} for name, row in found.items()]
-    columns = [
-        Column("cuts", "name", TEXT), Column("replicas", "configuration", TEXT),
-        Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", SPAN),
-        Column("worker", _slowest, WORKERS),
-        Column("efficiency", "efficiency", CLOCK), Column("best possible", _best_possible, WRITTEN),
-        Column("simulated", "simulated_ms", SPAN), Column("minibatch", "minibatch_ms", SPAN),
-        Column("bubble", "bubble", SHARE), Column("samples/s", "samples_per_second"),
-    ]  # fmt: skip
-    return ShownTable([column for column in columns if any(column.value(row) is not None for row in rows)], rows)
-
-
 def _slowest(row: Json) -> int | None:
     totals = [load["total"] for load in row.get("workers", ())]
     return totals.index(max(totals)) if totals else None
@@ -182,30 +174,36 @@ def _best_possible(row: Json) -> str | None:
     return "proved" if row["exact"] else f"≤ {row['efficiency'] * row['bottleneck_ms'] / row['lower_bound_ms']:.3f}"
 
 
+COLUMNS = (
+    Column("cuts", "name", TEXT), Column("replicas", "configuration", TEXT),
+    Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", SPAN),
+    Column("worker", _slowest, WORKERS),
+    Column("efficiency", "efficiency", CLOCK), Column("best possible", _best_possible, WRITTEN),
+    Column("simulated", "simulated_ms", SPAN), Column("minibatch", "minibatch_ms", SPAN),
+    Column("bubble", "bubble", SHARE), Column("samples/s", "samples_per_second"),
+)  # fmt: skip
+"""The best cuts of each kind, from their JSON."""
+
+
 def _print_partition(profile: Profile, partition: Partition, title: str) -> None:
     """A row for each worker; if workers have replicas, for one of them."""
-    bounds = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
-    rows, idle = [], []
-    for k, load in enumerate(partition.loads):
-        spans = {kind: (cuts[k], cuts[k + 1]) for kind, cuts in bounds.items()}
-        if not any(first < end for first, end in spans.values()):
-            idle.append(str(k))
-            continue
-        row: Json = {
-            kind: f"{profile.units[first].name} ({end - first})" if first < end else None
-            for kind, (first, end) in spans.items()
-        }
-        row |= {"worker": k, "memory_bytes": load.memory}
-        rows.append(row | {f"{name}_ms": value for name, value in _milliseconds(load).items()})
-    columns = [WORKER]
-    columns += [Column("replicas", lambda row: partition.replicas[row["worker"]], COUNT)] if partition.replicas else []
-    columns += [Column(f"{kind} from", kind, TEXT) for kind in bounds if kind != "W" or partition.mode == "three-way"]
+    bounds = {"F": partition.forward, "B": partition.backward}
+    bounds |= {"W": partition.weights} if partition.mode == "three-way" else {}
+
+    def begin(cuts: tuple[int, ...], worker: int) -> str | None:
+        first, end = cuts[worker], cuts[worker + 1]
+        return f"{profile.units[first].name} ({end - first})" if first < end else None
+
+    rows: list[Json] = [
+        {"worker": k, **load_row(load), **{kind: begin(cuts, k) for kind, cuts in bounds.items()}}
+        for k, load in enumerate(partition.loads)
+    ]
+    idle = [str(row["worker"]) for row in rows if not any(row[kind] for kind in bounds)]
+    replicas = dict(enumerate(partition.replicas))
+    columns = [WORKER, Column("replicas", lambda row: replicas.get(row["worker"]), COUNT)][: 1 + bool(replicas)]
+    columns += [Column(f"{kind} from", kind, TEXT) for kind in bounds]
     echo(title)
-    print_columns(ShownTable([*columns, *LOADS], rows), stdout_console(), whole=True)
+    print_columns(ShownTable([*columns, *LOADS], [row for row in rows if str(row["worker"]) not in idle]), whole=True)
     if not partition.replicas and (text := graph_text(graph_of_cuts(profile, partition.cuts))):
         echo(text)
     echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n" if idle else "")
-
-
-def _milliseconds(load: Load) -> dict[str, float]:
-    return {name: value if name == "memory" else 1e3 * value for name, value in dataclasses.asdict(load).items()}

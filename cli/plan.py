@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.command import group
-from fxpipe.cli.cost_options import CostOptions, typed_quantity
-from fxpipe.cli.file_options import compile_options_of
-from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import AbsolutePath, option_fields
-from fxpipe.cli.output import emit_json, note, working
-from fxpipe.cli.schedule_comparison import asked_schedule
-from fxpipe.cli.settings_file import SettingsFile, config
 
+from fxpipe.cli.command import AbsolutePath, WithArguments, group, option_fields
+from fxpipe.cli.cost_options import CostOptions, typed_quantity
+from fxpipe.cli.file_options import compile_options_of, decide_schedule
+from fxpipe.cli.output import note, put, working
+from fxpipe.cli.settings_file import SettingsFile, config
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.options import flags
+from fxpipe.options import flags, option
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.planner import quantity
 from fxpipe.planner.links import NCCL_NODE, Links
@@ -38,11 +35,49 @@ _UNPLANNED = (
 def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """`1,2,4` as numbers."""
     parts = text.split(",") if isinstance(text, str) else map(str, text)
-    found = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts))
-    if not all(1 <= count <= MOST_MICROBATCHES for count in found):
+    counts = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts))
+    if not all(1 <= count <= MOST_MICROBATCHES for count in counts):
         what = f"{text!r} is not a number of microbatches from 1 to {MOST_MICROBATCHES}, nor a list of them: 1,2,4,8"
         raise click.BadParameter(what)
-    return found
+    return counts
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options that only `plan` has."""
+
+    gpus: int | None = option(
+        None, minimum=1, maximum=MOST_WORKERS, metavar="N", help="Choose stages and replicas for N processes."
+    )
+    machine: int | None = option(
+        None,
+        minimum=1,
+        maximum=MOST_WORKERS,
+        metavar="N",
+        help="Number of processes on each machine; --bandwidth is then that between machines.",
+    )
+    inner_bandwidth: str | None = option(
+        None, metavar="RATE", help="Bandwidth between processes of one machine. [default: that of PCIe]"
+    )
+    cuts: tuple[str, ...] = option((), choices=MODES, help="Only these kinds of cuts. [default: all]")
+    compare: bool = option(False, help="Compare all schedules (each with its best cuts) in the simulator.")
+    counts: tuple[int, ...] | None = option(
+        None,
+        "--microbatches",
+        kind=_counts,
+        metavar="M[,M…]",
+        help="Microbatches in a minibatch; several, 1,2,4,8, are compared. [default: like `compile`]",
+    )
+    save_schedule: str | None = option(
+        None,
+        path="file",
+        metavar="FILE.csv",
+        help="Write the schedule (of several, the best) to a file that you can edit and give as --schedule.",
+    )
+    weight_fraction: float = option(
+        0.0, minimum=0, below=1, help="For a profile with one time for backward: the share of weight gradients in it."
+    )
+    no_communication: bool = option(False, help="Plan for messages that take no time.")
 
 
 @click.command("plan", cls=WithArguments)
@@ -50,46 +85,21 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @group(
     "Workers and cuts",
     option_fields(CompileOptions, "workers", "virtual"),
-    click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all]"),
+    option_fields(PlanOptions, "cuts"),
     first="workers",
 )
 @group(
     "Replicas",
-    click.option(
-        "--gpus", type=click.IntRange(1, MOST_WORKERS), metavar="N", help="Choose stages and replicas for N processes."
-    ),
+    option_fields(PlanOptions, "gpus"),
     option_fields(CompileOptions, "replicas", "dp"),
-    click.option(
-        "--machine",
-        type=click.IntRange(1, MOST_WORKERS),
-        metavar="N",
-        help="Number of processes on each machine; --bandwidth is then that between machines.",
-    ),
-    click.option(
-        "--inner-bandwidth",
-        metavar="RATE",
-        help="Bandwidth between processes of one machine. [default: that of PCIe]",
-    ),
+    option_fields(PlanOptions, "machine", "inner_bandwidth"),
     first="gpus",
 )
 @group(
     "Schedule and weights",
-    click.option("--compare", is_flag=True, help="Compare all schedules (each with its best cuts) in the simulator."),
+    option_fields(PlanOptions, "compare"),
     option_fields(CompileOptions, "schedule", "synchronous", "policy"),
-    click.option(
-        "--microbatches",
-        "counts",
-        type=_counts,
-        default=(),
-        metavar="M[,M…]",
-        help="Microbatches in a minibatch; several, 1,2,4,8, are compared. [default: like `compile`]",
-    ),
-    click.option(
-        "--save-schedule",
-        type=AbsolutePath(dir_okay=False),
-        metavar="FILE.csv",
-        help="Write the schedule (of several, the best) to a file that you can edit and give as --schedule.",
-    ),
+    option_fields(PlanOptions, "counts", "save_schedule"),
     first="compare schedule synchronous counts",
 )
 @group(
@@ -103,20 +113,14 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "Memory and speed",
     option_fields(CostOptions, "memory", "device_spec", "speed"),
     option_fields(CompileOptions, "recompute", "cost", "threads"),
-    click.option(
-        "--weight-fraction",
-        type=click.FloatRange(0, 1, max_open=True),
-        default=0.0,
-        show_default=True,
-        help="For a profile with one time for backward: the share of weight gradients in it.",
-    ),
+    option_fields(PlanOptions, "weight_fraction"),
     first="memory device_spec",
 )
 @group(
     "Links between workers",
     option_fields(CostOptions, "bandwidth", "latency", "links"),
     option_fields(CompileOptions, "codec"),
-    click.option("--no-communication", is_flag=True, help="Plan for messages that take no time."),
+    option_fields(PlanOptions, "no_communication"),
     first="bandwidth latency",
 )
 @group(
@@ -124,23 +128,14 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 )
 def plan_command(
     target: str,
-    gpus: int | None,
     replicas: tuple[int, ...] | None,
     dp: int,
-    machine: int | None,
-    inner_bandwidth: str | None,
-    cuts: tuple[str, ...],
-    compare: bool,
-    counts: tuple[int, ...],
-    save_schedule: str | None,
-    no_communication: bool,
-    weight_fraction: float,
     meta: bool,
     config: str | None,
     settings: tuple[str, ...],
     arguments: tuple[str, ...] | None,
     as_json: bool,
-    **asked: Any,
+    **option_values: Any,
 ) -> int:
     """Find the best cuts of three kinds, and simulate how fast they train. TARGET is a model file, an fxpipe profile
     (a build's profile.json), or one of PipeDream's published graph files. Nothing is written.
@@ -178,70 +173,68 @@ def plan_command(
     folder; else from the model file's compile_options.
     """
     is_model = target.endswith(".py")
-    left = (*_UNPLANNED, *(_CHOSEN if gpus else ()), *(("schedule", "policy") if compare else ()))
-    left += ("microbatches",) if counts else ()
-    given = SettingsFile.of(config, Path(target) if is_model else None).options("compile", left)
-    settings = given.pop("settings", settings)
-    asked |= {name: given.pop(name) for name in flags(CostOptions) if name in given}
-    costs = CostOptions.of(asked)
-    if no_communication and (costs.bandwidth or costs.latency or costs.links):
+    plan = PlanOptions(**{name: option_values.pop(name) for name in flags(PlanOptions)})
+    left = (*_UNPLANNED, *(_CHOSEN if plan.gpus else ()), *(("schedule", "policy") if plan.compare else ()))
+    left += ("microbatches",) if plan.counts else ()
+    defaults = SettingsFile.of(config, Path(target) if is_model else None).options("compile", left)
+    settings = defaults.pop("settings", settings)
+    option_values |= {name: defaults.pop(name) for name in flags(CostOptions) if name in defaults}
+    costs = CostOptions.of(option_values)
+    if plan.no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
     if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
-    if weight_fraction and is_model:
+    if plan.weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
-    made, task = ModelOptions(settings=settings, arguments=arguments or ()), None
+    setup, task = ModelOptions(settings=settings, arguments=arguments or ()), None
     if is_model:
         with working("reading the model"):
-            task = made.load(target)
-        given |= compile_options_of(task, left)
-    counted = given.pop("microbatches", None)
-    counts = counts or ((counted,) if counted else ())
-    cuts = cuts or tuple(mode for mode in [given.pop("cuts", "auto")] if mode in MODES)
-    meta, dp, replicas = given.pop("meta", meta), given.pop("dp", dp), given.pop("replicas", replicas)
-    made = replace(made, **{name: given.pop(name) for name in flags(ModelOptions) if name in given}, meta=meta)
-    asked |= given
-    compare = asked_schedule(asked, compare) or compare or len(counts) > 1
-    replicas = _replicas(gpus, replicas, dp, asked["workers"])
-    if processes := gpus or sum(replicas):
-        if compare or save_schedule is not None:
+            task = setup.load(target)
+        defaults |= compile_options_of(task, left)
+    counted = defaults.pop("microbatches", None)
+    counts = plan.counts or ((counted,) if counted else ())
+    cuts = plan.cuts or tuple(mode for mode in [defaults.pop("cuts", "auto")] if mode in MODES)
+    meta, dp, replicas = defaults.pop("meta", meta), defaults.pop("dp", dp), defaults.pop("replicas", replicas)
+    setup = replace(setup, **{name: defaults.pop(name) for name in flags(ModelOptions) if name in defaults}, meta=meta)
+    option_values |= defaults
+    compare = decide_schedule(option_values, plan.compare) or plan.compare or len(counts) > 1
+    replicas = _replicas(plan.gpus, replicas, dp, option_values["workers"])
+    if processes := plan.gpus or sum(replicas):
+        if compare or plan.save_schedule is not None:
             raise click.UsageError(
                 "replicas are planned for one schedule and one number of microbatches: leave out --compare and "
                 "--save-schedule, and give one number"
             )
-        asked["workers"] = gpus or len(replicas)
-    options = CompileOptions(**asked, microbatches=dp * counts[0] if len(counts) == 1 else None)
+        option_values["workers"] = plan.gpus or len(replicas)
+    options = CompileOptions(**option_values, microbatches=dp * counts[0] if len(counts) == 1 else None)
     if (written := options.from_file) is not None:
         if compare:
             raise click.UsageError(f"--schedule {options.schedule} fixes the number of microbatches: give no other")
         options = options.of_microbatches(dp * written.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
-    machines = _machines(machine, inner_bandwidth, processes)
+    machines = _machines(plan.machine, plan.inner_bandwidth, processes)
     options = costs.applied(options, meta=meta)
-    if no_communication:
+    if plan.no_communication:
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     from fxpipe.cli.partition_tables import PlannedCuts
     from fxpipe.cli.planned import Schedules, compare_schedules, of_model, of_profile, plan_replicas, planned
 
     with working("planning") as say:
-        source = of_profile(target, weight_fraction) if task is None else of_model(task, made, options)
-        found: PlannedCuts | Schedules
+        source = of_profile(target, plan.weight_fraction) if task is None else of_model(task, setup, options)
+        outcome: PlannedCuts | Schedules
         if processes:
-            found = plan_replicas(source, options, processes, replicas, machines, modes or MODES, is_model, say)
+            outcome = plan_replicas(source, options, processes, replicas, machines, modes or MODES, is_model, say)
         elif compare:
-            found = compare_schedules(source, options, counts, modes, say)
+            outcome = compare_schedules(source, options, counts, modes, say)
         else:
             subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
-            found = planned(subject, options, modes or MODES, say)
-    if as_json:
-        emit_json(found.as_json())
-    else:
-        found.show()
-    if save_schedule is not None:
-        Path(save_schedule).write_text(to_csv(found.schedule), encoding="utf-8")
-        note(f"wrote {save_schedule}")
+            outcome = planned(subject, options, modes or MODES, say)
+    put(outcome.facts(), as_json, outcome.show)
+    if plan.save_schedule is not None:
+        Path(plan.save_schedule).write_text(to_csv(outcome.schedule), encoding="utf-8")
+        note(f"wrote {plan.save_schedule}")
     return 0
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import click
+
 from fxpipe.cli.output import warn
 from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
-from fxpipe.cli.schedule_comparison import print_schedules
-
+from fxpipe.cli.terminal.overview import print_schedules
+from fxpipe.inspection.table import Json
 from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
-from fxpipe.lowering.choose_schedule import compare, counts_of, for_count
+from fxpipe.lowering.choose_schedule import Comparison, Say, counts_of, for_count
 from fxpipe.lowering.model_profile import profile_model
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.step_costs import SharedCosts
-from fxpipe.plan.cost_records import OptimizerCosts, ScheduleForecast
-from fxpipe.planner.branches import graph_of_cuts
+from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.partition import Partition, TooLittleMemory, partitions
 from fxpipe.planner.pipedream import read_profile
 from fxpipe.planner.profile import PlanInput
@@ -27,15 +26,11 @@ from fxpipe.planner.setting import MOMENTUM, Setting
 from fxpipe.planner.workers import Machines
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.schedule import Schedule
-from fxpipe.search import Counts
+from fxpipe.search import Candidate, Counts, Judge, Ranking, Sized
 from fxpipe.search.side_by_side import planned_side_by_side
-from fxpipe.simulator.of_partition import scenario_of_partition
-from fxpipe.simulator.simulate import simulate, steady_minibatches
 from fxpipe.task.batch import Batch
 from fxpipe.task.model_file import Task
 from fxpipe.task.model_options import ModelOptions
-
-Say = Callable[[str], None]
 
 _HARDLY = 0.02
 """A simpler plan is preferred to the best one if it takes at most this share longer."""
@@ -73,30 +68,30 @@ def of_profile(path: str, weight_fraction: float) -> Source:
     )
 
 
-def of_model(task: Task, made: ModelOptions, options: CompileOptions) -> Source:
+def of_model(task: Task, setup: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into microbatches, and the step is captured and costed on one of them."""
     reuse_freed_memory()
-    model, batch = made.make(task)
-    asked = options.for_task(task)
-    whole = Batch.of(batch, asked.constant_batch)
-    told = dict.fromkeys(task.warnings)
-    for warning in told:
+    model, batch = setup.make(task)
+    task_options = options.for_task(task)
+    whole = Batch.of(batch, task_options.constant_batch)
+    warned = dict.fromkeys(task.warnings)
+    for warning in warned:
         warn(warning)
 
     shared = SharedCosts()
 
     def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
-        counted = replace(asked, microbatches=microbatches)
-        if asked.schedule == AUTO and microbatches is not None:
-            counted = for_count(asked, microbatches)
-        found = profile_model(model, task.loss, whole, counted, three_way=three_way, say=say, shared=shared).input
-        for warning in found.warnings:
-            if warning not in told:
-                told[warning] = None
+        counted = replace(task_options, microbatches=microbatches)
+        if task_options.schedule == AUTO and microbatches is not None:
+            counted = for_count(task_options, microbatches)
+        subject = profile_model(model, task.loss, whole, counted, three_way=three_way, say=say, shared=shared).input
+        for warning in subject.warnings:
+            if warning not in warned:
+                warned[warning] = None
                 warn(warning)
-        return found
+        return subject
 
-    return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [whole]))
+    return Source(read, lambda options: counts_of(replace(task_options, synchronous=options.synchronous), [whole]))
 
 
 def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> PlannedCuts:
@@ -108,41 +103,39 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     """
     counted = replace(options, microbatches=subject.microbatches)
     setting = counted.setting(subject.device, subject.optimizer)
-    found: dict[str, TimedPartition] = {}
-    asked = options.encoding
-    for encoding in (PLAIN, *asked.candidates) if asked.auto else (asked,):
+    timed: dict[str, TimedPartition] = {}
+    codecs = options.encoding
+    for encoding in (PLAIN, *codecs.candidates) if codecs.auto else (codecs,):
         packed = replace(setting, ratios=ratios_of(encoding))
-        for profile, wanted in subject.profiles(modes):
-            for mode, partition in planned_side_by_side(profile, packed, options.stages, wanted, say).items():
+        for profile, some in subject.profiles(modes):
+            for mode, partition in planned_side_by_side(profile, packed, options.stages, some, say).items():
                 say(f"{mode}: simulating")
-                schedule = setting.schedule_of(options.stages).along(graph_of_cuts(profile, partition.cuts))
-                scenario = scenario_of_partition(profile, partition, packed.workers(options.stages), schedule)
-                simulation = simulate(schedule, scenario, steady_minibatches(schedule))
-                seconds = simulation.seconds_per_minibatch
-                if mode not in found or seconds < found[mode].seconds * (1 - WORTH):
-                    found[mode] = TimedPartition(partition, seconds, simulation.bubble)
-    return PlannedCuts(subject, setting, {mode: found.get(mode) for mode in modes})
+                candidate = Candidate(Sized(packed, profile, profile), setting.schedule, mode)
+                trial = Judge(candidate, packed, packed.workers(options.stages)).trial(partition)
+                if mode not in timed or trial.seconds < timed[mode].seconds * (1 - WORTH):
+                    timed[mode] = TimedPartition(partition, trial.seconds, trial.simulation.bubble)
+    return PlannedCuts(subject, setting, {mode: timed.get(mode) for mode in modes})
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """What was compared, the best first; for a model also the samples in a minibatch.
+    """What was compared, the best first; for a model also the samples in a minibatch."""
 
-    Attributes:
-        schedule: the one to take.
-    """
+    ranking: Ranking
 
-    rows: tuple[ScheduleForecast, ...]
-    samples: int | None
-    schedule: Schedule
+    @property
+    def schedule(self) -> Schedule:
+        """The one to take."""
+        return self.ranking.best.schedule
 
-    def as_json(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """One object a row."""
-        return {"samples": self.samples, "schedules": [asdict(row) for row in self.rows]}
+        samples = self.ranking.best.candidate.sized.samples
+        return {"samples": samples, "schedules": [asdict(row) for row in self.ranking.rows]}
 
-    def show(self) -> None:
+    def show(self, facts: Json) -> None:
         """The table."""
-        print_schedules(self.rows, self.samples)
+        print_schedules(self.ranking.rows, facts["samples"])
 
 
 def compare_schedules(
@@ -157,16 +150,25 @@ def compare_schedules(
     Raises:
         FxpipeError: no number can be captured, or nothing fits into memory; says what would fit.
     """
-    wanted = Counts(tuple(counts)) if counts else source.counts(options)
-    found = compare(lambda count, say: source.read(count, True, say), options, wanted, say, modes=modes)
-    return Schedules(found.rows, found.best.sized.samples, found.best.schedule)
+    several = Counts(tuple(counts)) if counts else source.counts(options)
+    return Schedules(_OfSource(options, several, say, modes, source=source).ranking())
+
+
+@dataclass(kw_only=True)
+class _OfSource(Comparison):
+    """A comparison of schedules for a model or a profile, of which nothing is compiled."""
+
+    source: Source
+
+    def read(self, count: int, say: Say) -> PlanInput:
+        return self.source.read(count, True, say)
 
 
 def plan_replicas(
     source: Source,
     options: CompileOptions,
     processes: int,
-    given: tuple[int, ...],
+    fixed: tuple[int, ...],
     machines: Machines | None,
     modes: Sequence[str],
     is_model: bool,
@@ -176,7 +178,7 @@ def plan_replicas(
 
     Args:
         processes: of all workers together.
-        given: how many of them each worker has; empty to choose them.
+        fixed: how many of them each worker has; empty to choose them.
         machines: whose links processes share; None if each process has its own links.
 
     Raises:
@@ -185,27 +187,27 @@ def plan_replicas(
     """
     if options.schedule == AUTO:
         raise click.UsageError("replicas are planned for one schedule: give it with --schedule")
-    asked = options.microbatches
-    if is_model and asked is None:
-        asked = _microbatches(source, options, processes)
-    subject = source.read(asked or processes, "three-way" in modes, say)
-    if not given and (said := _of_no_gpu(subject.whole.device, is_model)):
-        warn(said)
+    microbatches = options.microbatches
+    if is_model and microbatches is None:
+        microbatches = _microbatches(source, options, processes)
+    subject = source.read(microbatches or processes, "three-way" in modes, say)
+    if not fixed and (warning := _of_no_gpu(subject.whole.device, is_model)):
+        warn(warning)
     counted = replace(options, microbatches=subject.microbatches)
     encoding = PLAIN if options.encoding.auto else options.encoding
     setting = replace(
         counted.setting(subject.device, subject.optimizer),
         ratios=ratios_of(encoding),
         machines=machines,
-        evenly=asked is None,
+        evenly=microbatches is None,
         speeds=tuple(options.speeds)[:1] if len(set(options.speeds)) == 1 else tuple(options.speeds),
     )
 
     def of_given(replicas: tuple[int, ...], wanted_modes: Sequence[str]) -> dict[str, Partition]:
-        found: dict[str, Partition] = {}
+        by_mode: dict[str, Partition] = {}
         for profile, some in subject.profiles(wanted_modes):
-            found |= partitions(profile, setting.workers(len(replicas), replicas), some, say)
-        return found
+            by_mode |= partitions(profile, setting.workers(len(replicas), replicas), some, say)
+        return by_mode
 
     def alone(replicas: tuple[int, ...], mode: str = modes[-1]) -> TimedPartition | None:
         if max(replicas) > subject.microbatches:
@@ -215,18 +217,18 @@ def plan_replicas(
         except TooLittleMemory:
             return None
 
-    if given:
-        found = of_given(given, modes)
+    if fixed:
+        by_mode = of_given(fixed, modes)
     else:
-        found = {}
+        by_mode = {}
         for profile, some in subject.profiles(modes):
-            found |= replicated_partitions(profile, setting, processes, some, say)
-    timed = {mode: _timed(found[mode], setting) if mode in found else None for mode in modes}
+            by_mode |= replicated_partitions(profile, setting, processes, some, say)
+    timed = {mode: _timed(by_mode[mode], setting) if mode in by_mode else None for mode in modes}
     say("data parallelism and a pipeline for comparison")
     plain = {"data_parallel": alone((processes,))}
     if (pipeline := min(processes, len(subject.whole.units))) <= _DEEPEST:
         plain["pipeline"] = alone((1,) * pipeline)
-    if not given:
+    if not fixed:
         alike = partial(alone, mode=modes[0])
         timed = {m: best and _simplest(best, plain["data_parallel"], alike, processes) for m, best in timed.items()}
     return PlannedCuts(subject, setting, timed, processes, plain)

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.command import group
+
+from fxpipe.cli.command import AbsolutePath, WithArguments, group, option_fields
 from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
-from fxpipe.cli.model_arguments import WithArguments
-from fxpipe.cli.option_fields import AbsolutePath, option_fields
-from fxpipe.cli.output import echo, emit_json, note, print_columns, show_error, stdout_console, warn, working
+from fxpipe.cli.output import echo, note, print_columns, put, show_error, warn, working
 from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
-
-from fxpipe.checkpoint.interval import Interval
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.inspection import tables
 from fxpipe.inspection.run_comparison import SMOOTH, smoothed
@@ -31,7 +28,6 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import KEPT, RunOptions
 from fxpipe.schedule import of_plan
-from fxpipe.task.paced_scheduler import EPOCH
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class _Flags(RunOptions):
     print_config,
     first="out trace",
 )
-def run_command(build: str, as_json: bool, config: str | None, print_config: bool, **asked: Any) -> int:
+def run_command(build: str, as_json: bool, config: str | None, print_config: bool, **option_values: Any) -> int:
     """Train BUILD, a folder that `fxpipe compile` wrote, for --steps, --epochs or one epoch, with a process for each
     stage. Writes weights, under the model's own names, and metrics to OUT. Under torchrun, joins its processes.
 
@@ -112,20 +108,19 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
     else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
-    from fxpipe.runtime.wires.environment import has_place
+    from fxpipe.runtime.wires.environment import has_place, widen_queues
 
-    _check(asked)
-    asked |= given_to_run(build, asked, config)
-    _check(asked)
+    _check(option_values)
+    option_values |= _given_to_run(build, option_values, config)
+    _check(option_values)
     if print_config:
         echo(config_text(load_plan(build).captured), nl=False)
         return 0
-    local = asked.pop("local")
-    options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
-    if options.checkpoint_every not in (None, EPOCH):
-        Interval.of(options.checkpoint_every)
+    local = option_values.pop("local")
+    options = RunOptions(build, **option_values, progress=not as_json or sys.stderr.isatty())
     joined = has_place()
     if joined:
+        widen_queues()
         end_at_once()
     with ExitStack() as held:
         summary = _train(options, local, joined, held)
@@ -137,34 +132,31 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     return 0
 
 
-def _check(asked: Mapping[str, Any]) -> None:
-    if asked["steps"] is not None and asked["epochs"] is not None:
+def _check(option_values: Mapping[str, Any]) -> None:
+    if option_values["steps"] is not None and option_values["epochs"] is not None:
         raise click.UsageError("--steps and --epochs both set the length of the run: give one of them")
 
 
-def given_to_run(build: str, asked: Mapping[str, Any], config: str | None, say: bool = True) -> dict[str, Any]:
-    """The options that fxpipe.toml and the build's model file give where the command line does not.
+def _given_to_run(build: str, option_values: Mapping[str, Any], config: str | None) -> dict[str, Any]:
+    """The options that fxpipe.toml and the build's model file give where the command line does not; printed, too.
 
     A resumed run takes from its checkpoint the options that its numbers depend on.
-
-    Args:
-        say: print them.
     """
     plan = load_plan(build)
-    left = (*KEPT, "settings", "weights") if asked["resume"] is not None else ()
-    found = SettingsFile.of(config, model_path(plan, build, asked["model_file"])).options("run", left, say=say)
+    left = (*KEPT, "settings", "weights") if option_values["resume"] is not None else ()
+    from_file = SettingsFile.of(config, model_path(plan, build, option_values["model_file"])).options("run", left)
     file = Path(plan.model_file or "").name
-    given = read_options("run_options", plan.run_options, options_of("run", RunOptions), file)
-    taken = take(given, file, left)
-    if say:
-        say_given(file, taken)
-    return found | values(taken)
+    from_model = read_options("run_options", plan.run_options, options_of("run", RunOptions), file)
+    taken = take(from_model, file, left)
+    say_given(file, taken)
+    return from_file | values(taken)
 
 
 def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) -> None:
     """Evaluate what was trained, if the workers did not, and print the summary."""
     if summary is not None:  # else this is a worker other than the first, under torchrun
-        from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS
+        from fxpipe.observe.out_folder import AVERAGED_WEIGHTS, FINAL_WEIGHTS
+        from fxpipe.observe.run_json import RunJson
 
         if lost := summary["not_finite"]["losses"]:
             first = next(i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss))
@@ -172,16 +164,12 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
         options = replace(options, build=summary["build"]["folder"])  # a move may have changed it
         digest = summary["build"]["digest"]
         if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
-            from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
-
-            add_evaluation(summary, summary["steps"], evaluated)
-            write_run(summary)
+            run = RunJson.of(summary)
+            run.evaluated(evaluated)
             if averaged := _evaluate(options, digest, AVERAGED_WEIGHTS):
-                averages_evaluated(summary, averaged)
-        if as_json:
-            emit_json(summary)
-        else:
-            _print(summary)
+                run.averages_evaluated(averaged)
+            summary = run.to_json()
+        put(summary, as_json, _print)
 
 
 def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> dict[str, Any] | None:
@@ -191,7 +179,6 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
 
     if joined:
         from fxpipe.cli.output import give_stdout_back
-
         from fxpipe.runtime.process.ends import end_process
 
         with working("loading torch") if os.environ["RANK"] == "0" else nullcontext():
@@ -208,8 +195,8 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         if node:
             note(f"{node} done: training has ended")
         return summary
-    plan = checked_plan(options)
-    held.enter_context(writing(options.out))
+    plan = _checked_plan(options)
+    held.enter_context(writing(options.out, again=True))
     options = resumed_options(replace(options, plan_digest=plan.digest), options.out)
     flushes = options.schedule not in (None, plan.schedule) and of_plan(plan, options.schedule).synchronous
     if flushes and plan.microbatches == 1 and plan.workers > 1:
@@ -240,7 +227,7 @@ def _other_node(build: str) -> str | None:
     return f"{noun} {rank} is" if last == rank else f"{noun}{'es' if noun == 'process' else 's'} {rank} to {last} are"
 
 
-def checked_plan(options: RunOptions) -> Plan:
+def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
     from fxpipe.runtime.process.best_weights import Goal
@@ -284,8 +271,8 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 
 
 def _print(summary: dict[str, Any]) -> None:
+    from fxpipe.observe.out_folder import AVERAGED_WEIGHTS, BEST_WEIGHTS
     from fxpipe.observe.progress import held_out
-    from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
 
     losses = summary["losses"]
     last = smoothed(losses)
@@ -295,7 +282,7 @@ def _print(summary: dict[str, Any]) -> None:
             f"loss {losses[0]:.4f} → {math.nan if last is None else last:.4f} "
             f"(mean of the last {min(len(losses), SMOOTH)})"
         )
-        print_columns(tables.paces(summary["workers"]), stdout_console())
+        print_columns(tables.paces(summary["workers"]))
         _print_time(summary)
     else:
         echo(f"no step was left to do: the checkpoint is of step {summary['steps']}, the last one")
@@ -303,7 +290,7 @@ def _print(summary: dict[str, Any]) -> None:
     if any("staleness" in w for w in summary["workers"]) and not stale:
         echo("staleness: too few steps to compare a forward with its update")
     if stale:
-        print_columns(tables.staleness(stale), stdout_console())
+        print_columns(tables.staleness(stale))
     if scaling := summary.get("loss_scaling"):
         echo(f"loss scale {scaling['scale']:g}, steps without an update (overflow): {scaling['skipped_steps']}")
     if "evaluation" in summary:
@@ -313,7 +300,7 @@ def _print(summary: dict[str, Any]) -> None:
     for restart in summary["restarts"]:
         echo(f"restart  after step {restart['step']}: {restart['cause']}")
     if summary["moves"]:
-        print_columns(tables.moves(summary["moves"]), stdout_console())
+        print_columns(tables.moves(summary["moves"]))
     if summary["trace"] is not None:
         echo(f"trace    {summary['trace']}")
     for name in dict.fromkeys(row.get("profile") for row in (*summary["workers"], *summary["replicas"])):

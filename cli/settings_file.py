@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping
@@ -13,10 +14,9 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from fxpipe.cli.command import Command
-from fxpipe.cli.file_options import TAKEN, Written, is_number, options_of, read_options, say_given, take, values
-from fxpipe.cli.model_arguments import TYPED
 
+from fxpipe.cli.command import TYPED, Command
+from fxpipe.cli.file_options import TAKEN, Written, is_number, options_of, read_options, say_given, take, values
 from fxpipe.errors import TaskError, near
 from fxpipe.plan.spec import CapturedSpec
 from fxpipe.settings import pairs, texts
@@ -24,7 +24,10 @@ from fxpipe.typed_json import explained, parse_toml
 
 NAME = "fxpipe.toml"
 TABLES = ("compile", "run", "set")
-_HINT = "it has the tables [compile] and [run], with options as `clip-norm = 1.0`, and [set], with values of settings"
+_HINT = (
+    "it has the tables [compile] and [run], with options as `clip-norm = 1.0`, and [set], with values of settings; "
+    "--config none reads no file"
+)
 _TYPED_ONLY = ("after", "as_json", "config", "print_config", "resume")
 """Options of one call of a command."""
 _SETTINGS = "fxpipe.settings"
@@ -64,27 +67,26 @@ class SettingsFile:
             TaskError: it cannot be read, or has an unknown table or option, or an invalid value.
         """
         path = Path(config) if config is not None else None if model is None else model.parent / NAME
-        if config == "none" or path is None or (config is None and not path.is_file()):
+        if config == "none" or path is None or (config is None and not os.path.lexists(path)):
             return SettingsFile()
         with explained(path, error=TaskError, hint=_HINT):
-            found = parse_toml(path)
-        for name, table in found.items():
+            body = parse_toml(path)
+        for name, table in body.items():
             if name not in TABLES or not isinstance(table, dict):
                 what = f"{path.name} has {name!r}, which is not a table of options{near(name, TABLES)}"
                 raise TaskError(what, where=str(path), hint=_HINT)
-        known = {table: _keys(options_of(table)) for table in TABLES[:2]}
+        keys_by_table = {table: _keys(options_of(table)) for table in TABLES[:2]}
         tables = {
-            table: read_options(f"[{table}]", _dashed(found.get(table, {}), path), keys, str(path))
-            for table, keys in known.items()
+            table: read_options(f"[{table}]", _dashed(body.get(table, {}), path), keys, str(path))
+            for table, keys in keys_by_table.items()
         }
-        return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in found.get("set", {}).items()})
+        return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in body.get("set", {}).items()})
 
-    def options(self, table: str, left: Collection[str] = (), *, say: bool = True) -> dict[str, Any]:
-        """The options (and `settings`) that nothing has given before; from now on they are given.
+    def options(self, table: str, left: Collection[str] = ()) -> dict[str, Any]:
+        """The options (and `settings`) that nothing has given before, after printing them; from now on they are given.
 
         Args:
             left: options to leave out: something else decides them.
-            say: print them.
         """
         context = click.get_current_context()
         taken = take(self.tables.get(table, {}), str(self.path), left)
@@ -94,17 +96,17 @@ class SettingsFile:
             context.params["settings"] = (*texts(more), *typed)
             context.meta[_SETTINGS] = more, self.path
             taken |= {"settings": Written("--set", texts(more), context.params["settings"])}
-        if say and self.path is not None:
+        if self.path is not None:
             say_given(self.path.name, taken)
         return values(taken)
 
 
-def config_text(kept: CapturedSpec | None = None) -> str:
+def config_text(captured: CapturedSpec | None = None) -> str:
     """All options of the command that runs, as a settings file. Comments are defaults, what a run takes from its build,
     and the arguments after two dashes.
 
     Args:
-        kept: the build's.
+        captured: the build's.
     """
     context = click.get_current_context()
     command = context.command
@@ -122,12 +124,12 @@ def config_text(kept: CapturedSpec | None = None) -> str:
     written = {name: f"{_key(name)} = {_toml(_number(text))}" for name, text in settings.items()}
     last = [f"{row}  # {path.name if name in more else 'command line'}" for name, row in written.items()]
     last[:0] = ["[set]"] if settings else []
-    if kept is not None:
-        own = {name: text for name, text in kept.given.items() if name not in settings}
-        last += [f"# {_key(name)} = {_toml(_number(text))}  # build" for name, text in own.items()]
+    if captured is not None:
+        of_build = {name: text for name, text in captured.given.items() if name not in settings}
+        last += [f"# {_key(name)} = {_toml(_number(text))}  # build" for name, text in of_build.items()]
     arguments, whence = context.params["arguments"], "command line"
-    if arguments is None and kept is not None:
-        arguments, whence = kept.given_arguments, "build"
+    if arguments is None and captured is not None:
+        arguments, whence = captured.given_arguments, "build"
     last += [f"# arguments after -- = {_toml(shlex.join(arguments))}  # {whence}"] if arguments else []
     lines += ["", *last] if last else []
     return "\n".join(lines) + "\n"
@@ -144,9 +146,9 @@ def _row(key: str, option: click.Option, context: click.Context) -> str:
             text = context.command.make_parser(context).parse_args(list(context.meta[TYPED]))[0][name]
     mark = "# " if whence == "default" or text is None else ""
     if text in (None, ()):
-        said = re.search(r"\[default: (.*)\]", option.help or "")
+        default = re.search(r"\[default: (.*)\]", option.help or "")
         form = (option.get_help_record(context) or ("", ""))[0].partition(" ")[2] or "true"
-        return f"# {key} = {form}  # {whence}{f': {said[1]}' if said and whence == 'default' else ''}"
+        return f"# {key} = {form}  # {whence}{f': {default[1]}' if default and whence == 'default' else ''}"
     return f"{mark}{key} = {_toml(text)}  # {whence}"
 
 
@@ -165,12 +167,12 @@ def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         TaskError: it has a key in both forms.
     """
-    found: dict[str, Any] = {}
+    dashed: dict[str, Any] = {}
     for name, one in table.items():
-        if (key := name.replace("_", "-")) in found:
+        if (key := name.replace("_", "-")) in dashed:
             raise TaskError(f"{path.name} has {key!r} twice, with a dash and with an underscore", where=str(path))
-        found[key] = one
-    return found
+        dashed[key] = one
+    return dashed
 
 
 def _text(name: str, value: Any, path: Path) -> str:

@@ -15,7 +15,7 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-_asked: list[int] = []
+_signals: list[int] = []
 """The signals so far."""
 
 _over = False
@@ -27,9 +27,9 @@ def over() -> None:
     _over = True
 
 
-def asked() -> int | None:
+def first_signal() -> int | None:
     """The first signal so far."""
-    return _asked[0] if _asked else None
+    return _signals[0] if _signals else None
 
 
 def heed_signals() -> None:
@@ -49,8 +49,8 @@ def end_at_once() -> None:
 
 
 def _heed(number: int, frame: FrameType | None) -> None:
-    _asked.append(number)
-    if _over or len(_asked) > 1 or _imports(frame):
+    _signals.append(number)
+    if _over or len(_signals) > 1 or _imports(frame):
         leave(number)
     raise KeyboardInterrupt
 
@@ -78,8 +78,8 @@ def leave(number: int) -> NoReturn:
         os._exit(128 + number)
 
 
-def _unraisable(found: Any) -> None:
+def _unraisable(unraisable: Any) -> None:
     """Python drops an exception of a finalizer or a callback; an interrupt must not be lost there."""
-    if _asked and issubclass(found.exc_type, KeyboardInterrupt):
-        leave(_asked[-1])
-    sys.__unraisablehook__(found)
+    if _signals and issubclass(unraisable.exc_type, KeyboardInterrupt):
+        leave(_signals[-1])
+    sys.__unraisablehook__(unraisable)

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from fxpipe.cli.command import Command
-from fxpipe.cli.main import cli
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+from fxpipe.cli.command import Command
+from fxpipe.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")

@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe import codecs
 from fxpipe.codecs.carry_over import CarryOver
 from fxpipe.codecs.lossless import Bits
-from fxpipe.inspection.codecs import codec_facts
+from fxpipe.inspection.sentences import codec_facts
 from fxpipe.plan.spec import TensorSpec
 
 __all__ = ["eval_data", "loss", "metrics", "model", "optimizer", "train_data"]  # what makes this a model file
@@ -50,10 +50,10 @@ class Signs(CarryOver):
     def packed(self, tensor):
         return TensorSpec((8 + BITS.packed(tensor).shape[0],), (1,), "uint8")
 
-    def compress(self, wanted, state):
-        up = wanted >= 0
+    def compress(self, target, state):
+        up = target >= 0
         counts = torch.stack([up.sum(), (~up).sum()]).clamp(min=1)
-        means = torch.stack([(wanted * up).sum(), (wanted * ~up).sum()]) / counts
+        means = torch.stack([(target * up).sum(), (target * ~up).sum()]) / counts
         return torch.cat([means.view(torch.uint8), BITS.encode(up, None)]), {}  # nothing else to remember
 
     def decode(self, packed, shape, dtype):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fxpipe.build.build import Build as Build
-    from fxpipe.build.build import join as join
-    from fxpipe.build.build import load as load
+    from fxpipe.builds.build import Build as Build
+    from fxpipe.builds.build import join as join
+    from fxpipe.builds.build import load as load
     from fxpipe.errors import FxpipeError as FxpipeError
     from fxpipe.lowering.fit import fit as fit
     from fxpipe.lowering.lower import compile as compile
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from fxpipe.tracing.capture import capture as capture
 
 _HOME = {
-    "Build": "fxpipe.build.build",
+    "Build": "fxpipe.builds.build",
     "Cuts": "fxpipe.planner.cuts",
     "FxpipeError": "fxpipe.errors",
     "Links": "fxpipe.planner.links",
     "capture": "fxpipe.tracing.capture",
     "compile": "fxpipe.lowering.lower",
     "fit": "fxpipe.lowering.fit",
-    "join": "fxpipe.build.build",
-    "load": "fxpipe.build.build",
+    "join": "fxpipe.builds.build",
+    "load": "fxpipe.builds.build",
     "lower": "fxpipe.lowering.lower",
     "on_meta": "fxpipe.task.meta",
     "setting": "fxpipe.settings",
@@ -64,6 +64,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,9 +1,11 @@
-"""Copies between the CPU's memory and a CUDA device for which the CPU does not wait until the device is idle.
+"""Copies between the CPU's memory and a CUDA device, and marks: the CPU does not wait until the device is idle.
 
-They need page-locked memory; torch keeps it from reuse until the copy is over.
+Copies need page-locked memory; torch keeps it from reuse until the copy is over.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,8 +43,22 @@ class ToCpu:
             self._value.copy_(value, non_blocking=True)
             self._made = torch.cuda.current_stream(value.device).record_event()
 
+    @property
+    def here(self) -> bool:
+        """Whether `read` does not wait."""
+        return self._made is None or self._made.query()
+
     def read(self) -> Tensor:
         """The tensor in the CPU's memory, waiting for it."""
         if self._made is not None:
             self._made.synchronize()
         return self._value
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Returns a function that waits for what the calling thread has launched on the device so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event.synchronize

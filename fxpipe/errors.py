@@ -127,8 +127,8 @@ def near(name: str, known: Iterable[str], limit: int = 3) -> str:
 
 def listed(names: Sequence[str], most: int = 20) -> str:
     """Names for a message: the first ones, and how many more there are; `none` without any."""
-    rest = len(names) - most
-    return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")
+    more = len(names) - most
+    return (", ".join(names[:most]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from fxpipe.errors import BuildError
 _HERE, _EXCHANGE = -100, 2
 """Linux's AT_FDCWD and RENAME_EXCHANGE."""
 
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
+_TEMPORARY = re.compile(r"\.?(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
 
 
 def host_of_processes() -> str:
@@ -77,26 +78,58 @@ def check_creatable(needed: Path, asked: Path, option: str) -> None:
 def replacing(folder: Path, hint: str = "choose another -o") -> Iterator[Path]:
     """A new folder next to `folder` that takes its place if all goes well, and is deleted otherwise.
 
-    On Linux the two swap names in one step: after a kill, either the old or the new folder exists. Elsewhere, and on
-    file systems that cannot swap, a kill can leave the old one under another name (see `remove_abandoned`).
-
     Raises:
         BuildError: writing to the disk fails.
     """
+    with disk_explained(folder, hint), next_to(folder) as fresh:
+        yield fresh
+        put(fresh, folder)
+
+
+@contextmanager
+def disk_explained(folder: Path, hint: str) -> Iterator[None]:
+    """Inside, an OSError is an error of writing the folder.
+
+    Raises:
+        BuildError: in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
+
+
+@contextmanager
+def next_to(folder: Path) -> Iterator[Path]:
+    """A new folder next to `folder`; afterwards it is deleted, unless it has been `put` there.
+
+    Raises:
+        OSError: the disk does not accept it.
+    """
     target = folder.resolve()
-    fresh, old = temporary(target), temporary(target.with_name(f"{target.name}.old"))
+    fresh = temporary(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target.parent)
         fresh.mkdir(mode=0o700)
         yield fresh
-        fresh.chmod(0o755)
-        if not target.exists() or not exchange(fresh, target):
-            _replace(fresh, target, old)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def put(fresh: Path, folder: Path) -> None:
+    """Put a folder that is next to another in the other's place.
+
+    On Linux the two swap names in one step: after a kill, either the old or the new folder exists. Elsewhere, and on
+    file systems that cannot swap, a kill can leave the old one under another name (see `remove_abandoned`).
+
+    Raises:
+        OSError: the disk does not accept it.
+    """
+    target = folder.resolve()
+    fresh.chmod(0o755)
+    if not target.exists() or not exchange(fresh, target):
+        _replace(fresh, target, temporary(target.with_name(f"{target.name}.old")))
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -158,15 +191,30 @@ class Snapshot:
 
 def _identity(path: Path) -> tuple[int, ...] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of what is in a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def temporary(path: Path) -> Path:
     """The path of a file or folder while it is written: next to `path`, with host and process in its name."""
-    return path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}{owned()}")
+
+
+def owned() -> str:
+    """The end of the name of a file or folder that is to go when this process has ended (see `remove_abandoned`)."""
+    return f".{_HOST}.{os.getpid()}.tmp"
 
 
 @contextmanager
@@ -207,17 +255,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove half-written files in a folder from processes of this host that are gone (see `temporary`).
+    """Remove what processes of this host that are gone have left in a folder (see `temporary` and `owned`).
 
     A folder that such a process had only renamed (see `replacing`) gets its name again.
     """
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
-            found = _TEMPORARY.fullmatch(path.name)
-            if found is None or found["host"] != _HOST or process_began(int(found["process"])):
+            match = _TEMPORARY.fullmatch(path.name)
+            if match is None or match["host"] != _HOST or process_began(int(match["process"])):
                 continue
-            place = folder / found["name"].removesuffix(".old")
-            if found["name"].endswith(".old") and path.is_dir() and not place.exists():
+            place = folder / match["name"].removesuffix(".old")
+            if match["name"].endswith(".old") and path.is_dir() and not place.exists():
                 path.rename(place)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""Flags of torch on which the bits of its kernels depend: TF32 and the like, and deterministic algorithms."""
+"""On which flags the bits of kernels depend: TF32 and the like, deterministic algorithms; of torch and of CUDA."""
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 
 import torch
@@ -14,24 +15,29 @@ _DEFAULTS: dict[str, dict[str, str]] = {
         "backends.cuda.matmul.fp32_precision": _IEEE,
         "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": "True",
         "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": "True",
+        "backends.cuda.matmul.allow_fp16_accumulation": "False",
+        "backends.cudnn.enabled": "True",
         "backends.cudnn.conv.fp32_precision": "tf32",
         "backends.cudnn.rnn.fp32_precision": "tf32",
         "backends.cudnn.deterministic": "False",
         "backends.cudnn.benchmark": "False",
     },
 }
+_OF_CUDA = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+"""Environment variables of its libraries, each unlike its default where it is set."""
+
 _OF_ALL = {"are_deterministic_algorithms_enabled": "False"}
 
 
 def precision_flags(device: str) -> dict[str, str]:
-    """The flags of torch unlike its defaults, by name, that kernels on 'cpu' or 'cuda' look at."""
-    found = {}
+    """The flags unlike their defaults, by name, that kernels on 'cpu' or 'cuda' look at."""
+    flags = {name: os.environ[name] for name in _OF_CUDA if device == "cuda" and name in os.environ}
     for name, default in {**_DEFAULTS.get(device, {}), **_OF_ALL}.items():
         value = attrgetter(name)(torch)
         text = str(value() if callable(value) else value).replace("none", _IEEE)
         if text != default:
-            found[name] = text
-    return found
+            flags[name] = text
+    return flags
 
 
 def cudnn_takes_tf32() -> bool:
@@ -43,4 +49,5 @@ def cudnn_takes_tf32() -> bool:
 
 def precision_text(flags: dict[str, str]) -> str:
     """Flags for a message."""
-    return ", ".join(f"torch.{name} = {value}" for name, value in flags.items()) or "torch's defaults"
+    texts = (f"{name}={value}" if name in _OF_CUDA else f"torch.{name} = {value}" for name, value in flags.items())
+    return ", ".join(texts) or "torch's defaults"

@@ -129,5 +129,5 @@ def drew_without_torch(before: RandomState) -> bool:
         return True
     if before.numpy is None:
         return False
-    (_, key, *rest), (_, key_before, *rest_before) = now.numpy, before.numpy
-    return rest != rest_before or bool((key != key_before).any())
+    (_, key, *position), (_, key_before, *rest_before) = now.numpy, before.numpy
+    return position != rest_before or bool((key != key_before).any())

@@ -53,19 +53,19 @@ def read_as(name: str, text: str, default: Value) -> Value:
     """
     kind = type(default)
     try:
-        found = _SWITCH[text.lower()] if kind is bool else kind(text)
-        if isinstance(found, float) and math.isnan(found):
+        number = _SWITCH[text.lower()] if kind is bool else kind(text)
+        if isinstance(number, float) and math.isnan(number):
             raise ValueError
     except (KeyError, ValueError):
-        known = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise TaskError(f"--set {name}={text}: this is not {known}, as its default {default!r} is") from None
-    return found
+        kind_text = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise TaskError(f"--set {name}={text}: this is not {kind_text}, as its default {default!r} is") from None
+    return number
 
 
-def use(given: Mapping[str, str]) -> None:
+def use(settings: Mapping[str, str]) -> None:
     """From now on, these settings are given; what was read before is forgotten."""
     _given.clear()
-    _given.update(given)
+    _given.update(settings)
     _read.clear()
 
 
@@ -91,6 +91,6 @@ def pairs(texts: Iterable[str]) -> dict[str, str]:
     return {name.strip(): value for name, _, value in (text.partition("=") for text in texts)}
 
 
-def texts(given: Mapping[str, str]) -> tuple[str, ...]:
+def texts(settings: Mapping[str, str]) -> tuple[str, ...]:
     """The inverse of `pairs`."""
-    return tuple(f"{name}={value}" for name, value in given.items())
+    return tuple(f"{name}={value}" for name, value in settings.items())

@@ -15,18 +15,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_for(asked: int | None, local_workers: int) -> int:
+def threads_for(count: int | None, local_workers: int) -> int:
     """CPU threads of one worker: the given number, else its share of the cores."""
-    return asked or max(1, cores() // local_workers)
+    return count or max(1, cores() // local_workers)
 
 
 @contextmanager
-def threads(asked: int | None, local_workers: int) -> Iterator[None]:
+def threads(count: int | None, local_workers: int) -> Iterator[None]:
     """Compute with as many threads as one worker of a distributed run has."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_for(asked, local_workers))
+    torch.set_num_threads(threads_for(count, local_workers))
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import stat
 import tomllib
@@ -114,24 +115,26 @@ def parse_toml(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """The text in a file that is to be read as a whole.
+    """The text in a file that is to be read as a whole, without the mark that some editors begin it with.
 
     Raises:
         Malformed: it does not exist, or is not a file, far too large, or not UTF-8.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise Malformed("it is not a file")  # reading a pipe would block
-        if found.st_size > MOST_BYTES:
-            raise Malformed(f"it has {found.st_size} bytes, more than {MOST_BYTES}")
-        return path.read_text(encoding="utf-8")
+        if status.st_size > MOST_BYTES:
+            raise Malformed(f"it has {status.st_size} bytes, more than {MOST_BYTES}")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise Malformed("it is not UTF-8") from error
     except Malformed:
         raise
     except OSError as error:
-        raise Malformed(error.strerror or str(error)) from error
+        broken = path.is_symlink() and not path.exists()
+        why = f"it is a link to {os.readlink(path)}, which is not there" if broken else error.strerror
+        raise Malformed(why or str(error)) from error
     except ValueError as error:  # a name with a null character
         raise Malformed(str(error)) from error
 
@@ -141,9 +144,9 @@ def _refused(name: str) -> None:
 
 
 def _float(text: str) -> float:
-    if math.isinf(found := float(text)):
+    if math.isinf(number := float(text)):
         raise Malformed(f"the number {text[:40]} is too large")
-    return found
+    return number
 
 
 def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False) -> T:
@@ -159,9 +162,9 @@ def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False)
     import msgspec  # here: the command line writes JSON, and must start at once
 
     try:
-        made: T = msgspec.convert(body, kind, strict=not lax, str_keys=True)
+        value: T = msgspec.convert(body, kind, strict=not lax, str_keys=True)
         if not extra:
-            _refuse_unknown(body, made, "$")
+            _refuse_unknown(body, value, "$")
     except FxpipeError as error:  # from a dataclass that checks its fields
         raise Malformed(error.what) from error
     except msgspec.ValidationError as error:
@@ -169,22 +172,22 @@ def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False)
         raise Malformed(what[:1].lower() + what[1:], f", {place or '$'}") from error
     except RecursionError as error:
         raise Malformed(_TOO_DEEP) from error
-    return made
+    return value
 
 
-def _refuse_unknown(body: Any, made: Any, place: str) -> None:
+def _refuse_unknown(body: Any, result: Any, place: str) -> None:
     """Refuse keys of objects that became dataclasses or typed dictionaries without such a field."""
     if isinstance(body, dict):
-        fields = dataclasses.is_dataclass(made)
-        known = {f.name for f in dataclasses.fields(made)} if fields else set(made)
+        fields = dataclasses.is_dataclass(result)
+        names = {f.name for f in dataclasses.fields(result)} if fields else set(result)
         for key, inner in body.items():
-            if key not in known:
-                raise Malformed(f"there is no {key[:80]!r}{near(key, sorted(known))}", f", {place}")
+            if key not in names:
+                raise Malformed(f"there is no {key[:80]!r}{near(key, sorted(names))}", f", {place}")
             if isinstance(inner, (dict, list)):
-                value = getattr(made, key) if fields else made[key]
+                value = getattr(result, key) if fields else result[key]
                 _refuse_unknown(inner, value, f"{place}.{key}")
     elif isinstance(body, list):
-        for i, (inner, value) in enumerate(zip(body, made, strict=True)):
+        for i, (inner, value) in enumerate(zip(body, result, strict=True)):
             if isinstance(inner, (dict, list)):
                 _refuse_unknown(inner, value, f"{place}[{i}]")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fxpipe.ir.transform import Pass
 from fxpipe.passes.codegen import Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
@@ -14,6 +15,7 @@ from fxpipe.passes.fold import Fold
 from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.merge_equal import MergeEqual
+from fxpipe.passes.next_to import NextTo
 from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.passes.place_evaluation import PlaceEvaluation
 from fxpipe.passes.recompute import Recompute
@@ -25,25 +27,11 @@ from fxpipe.passes.split import Split
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
 from fxpipe.passes.whole_loss import WholeLoss
-
-from fxpipe.ir.transform import Pass
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.graph import Graph
 
 COMMAND = "fxpipe.compile(...)"
 """What the stages' headers name if no command made the build."""
-
-
-def default_passes(
-    cuts: Cuts,
-    split_backward: bool = False,
-    microbatches: int = 1,
-    encode: Encode | None = None,
-) -> list[Pass]:
-    """Captured program in, stage files out, for given cuts and with computed costs."""
-    whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
-    front = front_passes(split_backward, whole_loss)
-    return [*front, Cost(), *wiring_passes(cuts), *emitting_passes(encode=encode)]
 
 
 def front_passes(
@@ -57,7 +45,8 @@ def front_passes(
         scaled: whether the step computes in float16, under autocast.
     """
     return [
-        Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
+        *([NextTo()] if whole_loss else []),  # before fold: the step on the whole batch is as it was captured
+        Fold(),  # early: fewer nodes for all that follows, and no forward views of weights in backward
         *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide their source
         *(
             [JoinMetrics(whole_loss.microbatches if whole_loss else 1)] if metrics else []
@@ -76,7 +65,7 @@ def wiring_passes(
     recompute: Recompute | None = None,
     along: Graph | None = None,
 ) -> list[Pass]:
-    """Program with costs in, program whose edges are known out: codecs can be chosen for them.
+    """Program that `Cost()` has given costs in, program whose edges are known out: codecs can be chosen for them.
 
     Args:
         weights_apart: whether each stage makes weight gradients in a separate function.
@@ -137,8 +126,8 @@ def evaluation_passes(
     ]
 
 
-def pass_names() -> tuple[str, ...]:
-    """The names of all passes in their order: first for training, then only for evaluations."""
+def every_pass() -> dict[str, type[Pass]]:
+    """All passes by name in their order: first for training, then only for evaluations."""
     every = [
         *front_passes(True, WholeLoss(2), metrics=True, scaled=True),
         Cost(),
@@ -146,4 +135,4 @@ def pass_names() -> tuple[str, ...]:
         *emitting_passes(encode=Encode(), reduce=Reduce()),
         *evaluation_passes(1, {}, 0, COMMAND),
     ]
-    return tuple(dict.fromkeys(step.name for step in every))
+    return {step.name: type(step) for step in every}

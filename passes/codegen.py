@@ -62,8 +62,8 @@ def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
     codecs = _codecs(functions)
     if codecs:
         imports += ["", "from fxpipe.codecs import codec"]
-    made = [f'{variable(text)} = codec("{text}")' for text in codecs]
-    lines = [*header, "", "import torch", *imports, "", "aten = torch.ops.aten", *made]
+    codec_lines = [f'{variable(text)} = codec("{text}")' for text in codecs]
+    lines = [*header, "", "import torch", *imports, "", "aten = torch.ops.aten", *codec_lines]
     for function in functions:
         lines += ["", "", *function.lines()]
     return "\n".join(lines) + "\n"
@@ -179,11 +179,10 @@ class _Function:
         self.dying = {node: [self.names[n] for n in dying] for node, dying in part.last_uses().items()}
 
     def _unique(self, name: str) -> str:
-        made = name
-        while made in self.taken or keyword.iskeyword(made) or hasattr(builtins, made):
-            made += "_"
-        self.taken.add(made)
-        return made
+        while name in self.taken or keyword.iskeyword(name) or hasattr(builtins, name):
+            name += "_"
+        self.taken.add(name)
+        return name
 
     def lines(self) -> Iterator[str]:
         yield f"def {self.function}(weights, buffers, {self.third}, comm):"
@@ -266,8 +265,8 @@ class _Function:
             yield f"    return {self._tuple(result)}"
             return
         loss, updates, saved = result
-        kept = ", ".join(self.names[n] for n in saved)
-        yield f"    return {argument_text(loss, self.names.__getitem__)}, {self._tuple(updates)}, [{kept}]"
+        saved_names = ", ".join(self.names[n] for n in saved)
+        yield f"    return {argument_text(loss, self.names.__getitem__)}, {self._tuple(updates)}, [{saved_names}]"
 
     def _tuple(self, nodes: Sequence[fx.Node]) -> str:
         return argument_text(tuple(nodes), self.names.__getitem__)

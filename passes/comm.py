@@ -95,10 +95,10 @@ class _Wiring:
         backward = (n for n in program if info(n).phase != "F")
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
         workers = program.cuts.workers
-        found = self._graph(workers)
-        self.along = found if along is None else along
+        workers_graph = self._graph(workers)
+        self.along = workers_graph if along is None else along
         self.reach = reach_of(self.along or chain(workers))
-        for later, firsts in enumerate(found or chain(workers)):
+        for later, firsts in enumerate(workers_graph or chain(workers)):
             if missing := set(firsts) - self.reach[later]:
                 raise CutError(
                     f"worker {later} waits for worker {min(missing)}, which it does not for batches of the first shape",
@@ -157,7 +157,7 @@ class _Wiring:
         if not stops:
             return
         self._refuse_sparse(node, home[0], stops[0][0])
-        made = self._dense(self._unexpanded(self._on_device(node, home), home), home)
+        dense = self._dense(self._unexpanded(self._on_device(node, home), home), home)
         by = handed_on_by(home[0], [worker for worker, _ in stops], self.reach, node.name in self.inputs)
         needing = [list(users) for _, users in stops]  # what needs it here, or receives it from here
         for i, source in reversed(list(enumerate(by))):
@@ -166,7 +166,7 @@ class _Wiring:
         arrived: list[tuple[fx.Node, _Place]] = []
         for i, (worker, users) in enumerate(stops):
             source = by[i]
-            sent, place = (made, home) if source is None else arrived[source]
+            sent, place = (dense, home) if source is None else arrived[source]
             waiting = needing[i]
             first = min(waiting, key=self._when)
             hands_on = worker > place[0] and i in by
@@ -199,6 +199,7 @@ class _Wiring:
         with self.graph.inserting_before(before):
             recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{spec.dst}")
         recv.meta[INFO] = self._record(users[0], spec.dst_phase, spec.dst)
+        info(recv).weight = spec.dst_phase != "F" and all(info(user).weight for user in users)
         recv.meta["val"] = send.meta["val"] = value(sent)
         recv.meta[INFO].bytes = size_of(value(sent))
         arrived = recv if value(sent).shape == value(node).shape else self._expand(recv, node)
@@ -253,11 +254,11 @@ class _Wiring:
         )
         self.edges[send.name] = self.edges[recv.name] = spec
 
-    def _kind(self, node: fx.Node, made: Phase, read: Phase) -> EdgeKind:
+    def _kind(self, node: fx.Node, source_phase: Phase, read: Phase) -> EdgeKind:
         """The kind of an edge, by the phase that makes its value and the first that reads it from there on."""
         if node.name in self.inputs:
             return "input"
-        if made != "F":
+        if source_phase != "F":
             return "gradient"
         return "activation" if read == "F" else "saved"
 
@@ -278,9 +279,9 @@ class _Wiring:
     def _expand(self, recv: fx.Node, node: fx.Node) -> fx.Node:
         """A received value expanded to the size of `node`."""
         home, shape = (info(recv).worker or 0, info(recv).phase), list(value(node).shape)
-        made = self._made_of(recv, aten.expand.default, f"{recv.name}_expanded", home, shape)
-        info(made).bytes = size_of(value(made))
-        return made
+        expanded = self._made_of(recv, aten.expand.default, f"{recv.name}_expanded", home, shape)
+        info(expanded).bytes = size_of(value(expanded))
+        return expanded
 
     def _dense(self, node: fx.Node, home: _Place) -> fx.Node:
         """The value in its own memory, in a layout that can travel as one run of memory; made once."""
@@ -304,10 +305,10 @@ class _Wiring:
 
     def _made_of(self, node: fx.Node, target: Any, name: str, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
         """A call on a value, placed right after it."""
-        made = self._insert_after(node, target, (node, *args), name, **kwargs)
-        made.meta["val"] = target(value(node), *args, **kwargs)
-        made.meta[INFO] = self._record(node, home[1], home[0])
-        return made
+        derived = self._insert_after(node, target, (node, *args), name, **kwargs)
+        derived.meta["val"] = target(value(node), *args, **kwargs)
+        derived.meta[INFO] = self._record(node, home[1], home[0])
+        return derived
 
     def _insert_after(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
         anchor = node
@@ -320,6 +321,6 @@ class _Wiring:
             return self.graph.create_node("call_function", target, args, kwargs, name=name)
 
     def _record(self, like: fx.Node, phase: Phase, worker: int) -> NodeInfo:
-        known = like.meta.get(INFO, NodeInfo(phase))
+        record = like.meta.get(INFO, NodeInfo(phase))
         size = size_of(like.meta["val"])
-        return known.copy(phase=phase, region=None, unit=max(known.unit, 0), bytes=size, seconds=0.0, worker=worker)
+        return record.copy(phase=phase, region=None, unit=max(record.unit, 0), bytes=size, seconds=0.0, worker=worker)

@@ -25,9 +25,14 @@ class Cut(Pass):
     cuts: Cuts
 
     def __call__(self, program: Program) -> Program:
-        assert self.cuts.forward[-1] == len(program.units)
-        program = program.copy(level=Level.PLACED, cuts=self.cuts)
-        for node in program:
-            record = info(node)
-            record.worker = self.cuts.worker(record.phase, record.unit, record.weight)
-        return program
+        return placed(program, self.cuts)
+
+
+def placed(program: Program, cuts: Cuts) -> Program:
+    """The program with a worker for each node."""
+    assert cuts.forward[-1] == len(program.units)
+    program = program.copy(level=Level.PLACED, cuts=cuts)
+    for node in program:
+        record = info(node)
+        record.worker = cuts.worker(record.phase, record.unit, record.weight)
+    return program

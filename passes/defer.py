@@ -33,9 +33,9 @@ class Defer(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         end = program.graph.output_node()
-        found = [n for n in program if info(n).weight]
-        awaited = _awaited(found)
-        for node in sorted(found, key=lambda n: n not in awaited):  # stable: the others keep their order
+        weights = [n for n in program if info(n).weight]
+        awaited = _awaited(weights)
+        for node in sorted(weights, key=lambda n: n not in awaited):  # stable: the others keep their order
             info(node).phase = "B" if node in awaited else "W"
             end.prepend(node)
         return replace(program, weights_apart=True)
@@ -43,9 +43,9 @@ class Defer(Pass):
 
 def _awaited(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes that another worker reads, and what they are made from."""
-    found: set[fx.Node] = set()
+    awaited: set[fx.Node] = set()
     for node in reversed(nodes):
         users = [n for n in node.users if n.op == "call_function"]
-        if any(info(n).worker != info(node).worker or n in found for n in users):
-            found.add(node)
-    return found
+        if any(info(n).worker != info(node).worker or n in awaited for n in users):
+            awaited.add(node)
+    return awaited

@@ -68,12 +68,12 @@ def _pack(send: fx.Node, edge: EdgeSpec, packed: dict[tuple[fx.Node, str], fx.No
         _carry(send, source.all_input_nodes[0])
         return
     state = edge.name if codec(edge.codec).keeps_state(edge.kind) else None
-    known = packed.get((source, edge.codec)) if state is None else None
-    if known is None:
+    pack = packed.get((source, edge.codec)) if state is None else None
+    if pack is None:
         name = f"{name_in_part(source)}_{wire.variable(edge.codec)}"
-        known = _before(send, wire.pack, (source, edge.codec, state), name, seconds, _value(edge))
-        packed[source, edge.codec] = known
-    _carry(send, known)
+        pack = _before(send, wire.pack, (source, edge.codec, state), name, seconds, _value(edge))
+        packed[source, edge.codec] = pack
+    _carry(send, pack)
 
 
 def _carry(send: fx.Node, packed: fx.Node) -> None:
@@ -90,9 +90,9 @@ def _unpack(recv: fx.Node, edge: EdgeSpec, seconds: float) -> None:
     if tensor.stride != contiguous_stride(tensor.shape):
         args.append(list(tensor.stride))
     name = f"{name_in_part(recv)}_unpack_{edge.dst}"
-    made = _before(recv.next, wire.unpack, tuple(args), name, seconds, plain, like=recv)
+    unpacked = _before(recv.next, wire.unpack, tuple(args), name, seconds, plain, like=recv)
     for user in users:
-        user.replace_input_with(recv, made)
+        user.replace_input_with(recv, unpacked)
     recv.meta["val"] = _value(edge)
     recv.meta[INFO].bytes = size_of(value(recv))
 
@@ -102,11 +102,11 @@ def _before(
 ) -> fx.Node:
     """A new call before another; it belongs where `like` does, or else where the other one does."""
     with place.graph.inserting_before(place):
-        made = place.graph.create_node("call_function", target, args, {}, name=name)
-    made.meta["val"] = val
-    made.meta[INFO] = info(like or place).copy()
-    made.meta[INFO].bytes, made.meta[INFO].seconds = size_of(val), seconds
-    return made
+        call = place.graph.create_node("call_function", target, args, {}, name=name)
+    call.meta["val"] = val
+    call.meta[INFO] = info(like or place).copy()
+    call.meta[INFO].bytes, call.meta[INFO].seconds = size_of(val), seconds
+    return call
 
 
 def _value(edge: EdgeSpec) -> torch.Tensor:

@@ -96,10 +96,10 @@ def _forget_seeds(node: fx.Node) -> None:
         shown = value(seed)
         options = {"dtype": shown.dtype, "device": torch.device(shown.device.type)}
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(aten.zeros.default, (list(shown.shape),), options)
-        made.meta = {**node.meta, "val": shown.new_zeros(shown.shape), INFO: info(node).copy()}
-        made.meta[INFO].bytes = size_of(shown)
-        node.update_arg(places[name], made)
+            zeros = node.graph.call_function(aten.zeros.default, (list(shown.shape),), options)
+        zeros.meta = {**node.meta, "val": shown.new_zeros(shown.shape), INFO: info(node).copy()}
+        zeros.meta[INFO].bytes = size_of(shown)
+        node.update_arg(places[name], zeros)
 
 
 def remove_dead(graph: fx.Graph) -> None:

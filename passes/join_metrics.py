@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from fxpipe.passes.whole_loss import call
 from torch import fx
 
 from fxpipe.ir.program import Level, Output, Program, info, value
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.whole_loss import call
 from fxpipe.plan.spec import LOSS_WEIGHT
 from fxpipe.torch_private import rename
 
@@ -66,17 +66,17 @@ class JoinMetrics(Pass):
                 values.append(metric)
             joined = _forward(graph, aten.stack.default, ([one, *values],), loss)
         rename(joined, "loss_and_metrics")
-        kept = [(n, o) for n, o in zip(program.output_nodes, program.outputs, strict=True) if o.kind != "metric"]
-        nodes = tuple(joined if o.kind == "loss" else n for n, o in kept)
+        pairs = [(n, o) for n, o in zip(program.output_nodes, program.outputs, strict=True) if o.kind != "metric"]
+        nodes = tuple(joined if o.kind == "loss" else n for n, o in pairs)
         graph.output_node().args = (nodes,)
         graph.output_node().meta["val"] = tuple(value(n) for n in nodes)
-        outputs: Sequence[Output] = [o for _, o in kept]
+        outputs: Sequence[Output] = [o for _, o in pairs]
         return replace(program, outputs=tuple(outputs), loss_metrics=tuple(metrics))
 
 
 def _forward(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
     """A forward call of the loss's own module that has no backward."""
-    made = call(graph, target, args, kwargs, like)
-    info(made).phase = "F"
-    made.meta["seq_nr"] = None
-    return made
+    node = call(graph, target, args, kwargs, like)
+    info(node).phase = "F"
+    node.meta["seq_nr"] = None
+    return node

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from fxpipe.passes.analysis.predicted_strides import is_block, is_predicted, order_in_memory, same_strides
 from torch import fx
 
 from fxpipe.ir.program import INFO, Level, Program, info, value
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.analysis.predicted_strides import is_block, is_predicted, order_in_memory, same_strides
 
 aten = torch.ops.aten
 
@@ -50,9 +50,9 @@ def _keep(graph: fx.Graph, node: fx.Node) -> None:
     """Let every call that reads the value read it with its captured strides."""
     readers = [user for user in node.users if user.op == "call_function"]
     if readers and is_block(value(node)):
-        kept = _laid_out(graph, node, value(node))
+        laid_out = _laid_out(graph, node, value(node))
         for reader in readers:
-            reader.replace_input_with(node, kept)
+            reader.replace_input_with(node, laid_out)
 
 
 def _keep_buffers(program: Program) -> None:
@@ -80,10 +80,10 @@ def _laid_out(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
             *steps,
             (aten.permute.default, (back,), "kept_back"),
         ]
-    made, before = node, node.next
+    result, before = node, node.next
     for target, args, name in steps:
         with graph.inserting_before(before):
-            new = graph.create_node("call_function", target, (made, *args), name=f"{node.name}_{name}")
-        new.meta = {**node.meta, "val": target(value(made), *args), INFO: info(node).copy()}
-        made = new
-    return made
+            new = graph.create_node("call_function", target, (result, *args), name=f"{node.name}_{name}")
+        new.meta = {**node.meta, "val": target(value(result), *args), INFO: info(node).copy()}
+        result = new
+    return result

@@ -50,13 +50,13 @@ def workers_of(program: Program, owners: Mapping[str, int]) -> dict[fx.Node, int
     placeholders, held = program.placeholders, []
     for rows in (program.parameters, program.buffers):
         held.append({placeholders[r.node]: owners[r.names[0]] for r in rows if r.names[0] in owners})
-    found: dict[fx.Node, int] = {}
+    workers: dict[fx.Node, int] = {}
     for node in program:
-        read = next((own for owned in held if (own := [owned[n] for n in node.all_input_nodes if n in owned])), [])
-        inputs = [found[n] for n in node.all_input_nodes if n in found]
+        read = next((homes for owned in held if (homes := [owned[n] for n in node.all_input_nodes if n in owned])), [])
+        inputs = [workers[n] for n in node.all_input_nodes if n in workers]
         if inputs or read:
-            found[node] = max(inputs + read)
+            workers[node] = max(inputs + read)
     for node in reversed(list(program)):
-        if node not in found:
-            found[node] = min((found[n] for n in node.users if n.op == "call_function"), default=0)
-    return found
+        if node not in workers:
+            workers[node] = min((workers[n] for n in node.users if n.op == "call_function"), default=0)
+    return workers

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
-from fxpipe.passes.cut import Cut
-from fxpipe.passes.order_evaluation import workers_of
-
 from fxpipe.ir.program import Level, Program, info
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.cut import placed
+from fxpipe.passes.order_evaluation import workers_of
 from fxpipe.planner.cuts import Cuts
 
 
@@ -41,9 +40,9 @@ class PlaceEvaluation(Pass):
     owners: Mapping[str, int]
 
     def __call__(self, program: Program) -> Program:
-        found = [0] * len(program.units)
+        workers = [0] * len(program.units)
         for node, worker in workers_of(program, self.owners).items():
-            found[info(node).unit] = max(found[info(node).unit], worker)
-        latest = list(accumulate(found, max))
-        positions = (*(bisect_left(latest, worker) for worker in range(self.workers)), len(found))
-        return Cut(Cuts(positions, positions))(program)
+            workers[info(node).unit] = max(workers[info(node).unit], worker)
+        latest = list(accumulate(workers, max))
+        positions = (*(bisect_left(latest, worker) for worker in range(self.workers)), len(workers))
+        return placed(program, Cuts(positions, positions))

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
-from fxpipe.passes.analysis.left_values import LeftValues, left_values, memory_of
-from fxpipe.passes.rematerialize import Kinds, Rematerialize, reads_again
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_view
 from fxpipe.ir.program import AGAIN, Again, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
+from fxpipe.passes.analysis.left_values import LeftValues, left_values, memory_of
+from fxpipe.passes.rematerialize import Kinds, Rematerialize, reads_again
 
 CUTS = 8
 """The most minimum cuts from which a worker chooses."""
@@ -38,8 +38,8 @@ class Room:
 
     def filled(self, left: LeftValues) -> float:
         """The bytes of `left`, at the moment of most memory."""
-        kept = max(waiting * left.saved + later * left.deferred for waiting, later in self.moments)
-        return kept + left.repeated
+        most = max(waiting * left.saved + later * left.deferred for waiting, later in self.moments)
+        return most + left.repeated
 
 
 LEAST = Room(-1.0)
@@ -139,8 +139,8 @@ def _left(program: Program, choices: dict[int, Choices], places: dict[int, int])
     again = [Again()] * program.cuts.workers
     for k, place in places.items():
         again[k] = Again(tuple(choices[k].names(place)))
-    found = left_values(Rematerialize()(replace(program, again=tuple(again))))
-    return {k: found[k] for k in places}
+    left = left_values(Rematerialize()(replace(program, again=tuple(again))))
+    return {k: left[k] for k in places}
 
 
 class Choices:
@@ -204,9 +204,9 @@ def _items(program: Program, plain: Program, worker: int) -> tuple[list[fx.Node]
             continue
         place[node] = len(nodes)
         nodes.append(node)
-        wanted = node.name in needed
+        is_needed = node.name in needed
         read = tuple(sorted({place[n] for n in inputs if n in place}))
-        items.append(Item(again, _bytes(node, kinds, worker, wanted), read, wanted))
+        items.append(Item(again, _bytes(node, kinds, worker, is_needed), read, is_needed))
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     return _in_order(nodes, items, order)
 

@@ -83,11 +83,11 @@ class Reduce(Pass):
         assert program.cuts is not None
         assert len(self.replicas) == program.cuts.workers
         program = program.copy(replicas=self.replicas)
-        made = [
+        buckets = [
             self._of_worker(_Gradients(program, worker)) if count > 1 else ()
             for worker, count in enumerate(self.replicas)
         ]
-        return replace(program, buckets=tuple(made))
+        return replace(program, buckets=tuple(buckets))
 
     def _of_worker(self, gradients: _Gradients) -> tuple[BucketSpec, ...]:
         buckets = self.buckets[gradients.worker] if self.buckets else self._fill(gradients)
@@ -131,11 +131,11 @@ class Reduce(Pass):
 def shared_out(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
     """A replica for each of these names, with about equal bytes: the largest first, to the replica with the least."""
     held = [0] * replicas
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: equal ones keep their order
-        found[name] = held.index(min(held))
-        held[found[name]] += sizes[name]
-    return found
+        owners[name] = held.index(min(held))
+        held[owners[name]] += sizes[name]
+    return owners
 
 
 class _Gradients:
@@ -153,8 +153,8 @@ class _Gradients:
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
         self.made = set(self.calls)  # inputs of the phase exist from its start
         names = {p.node: p.names[0] for p in program.parameters}
-        found = {names[p]: node for p, node in program.gradients().items() if home_of(node) == worker}
-        ready = sorted(found.items(), key=lambda row: (row[1] in self.made, self.order[row[1]]))
+        gradients = {names[p]: node for p, node in program.gradients().items() if home_of(node) == worker}
+        ready = sorted(gradients.items(), key=lambda row: (row[1] in self.made, self.order[row[1]]))
         self.nodes = dict(ready)
         for name, node in ready:
             if is_sparse(node):
@@ -179,8 +179,8 @@ class _Gradients:
         Raises:
             CutError: names one.
         """
-        known = {name for bucket in buckets for name in bucket.parameters}
-        if more := [name for name in self.nodes if name not in known]:
+        members = {name for bucket in buckets for name in bucket.parameters}
+        if more := [name for name in self.nodes if name not in members]:
             raise CutError(
                 f"{more[0]} gets a gradient on worker {self.worker}, but not for batches of the first shape: its "
                 "replicas do not add it up",
@@ -191,18 +191,18 @@ class _Gradients:
     def hand_over(self, bucket: BucketSpec, after: fx.Node | None) -> fx.Node:
         """The call for a bucket: after its last member, and after another call."""
         members = [self.nodes.get(name) for name in bucket.parameters]
-        made = [node for node in members if node in self.made]
-        last = max((node for node in made if node is not None), key=self.order.__getitem__, default=None)
+        computed = [node for node in members if node in self.made]
+        last = max((node for node in computed if node is not None), key=self.order.__getitem__, default=None)
         anchor = max((n for n in (after, last) if n is not None), key=self.order.__getitem__, default=None)
         target = wire.reduce_scatter if bucket.sharded else wire.all_reduce
         begin = anchor.next if anchor else self.calls[0] if self.calls else self.graph.output_node()
         name = f"{self.phase.lower()}_{self.worker}_{bucket.name}"
         with self.graph.inserting_before(begin):
             node = self.graph.create_node("call_function", target, (bucket.name, members), {}, name=name)
-        known = next((info(n) for n in (last, *self.calls) if n), NodeInfo(self.phase))
+        record = next((info(n) for n in (last, *self.calls) if n), NodeInfo(self.phase))
         weight = self.phase == "W" or any(n.op == "call_function" and info(n).weight for n in members if n)
         node.meta["val"] = None
-        place = {"phase": self.phase, "region": None, "unit": max(known.unit, 0), "worker": self.worker}
-        node.meta[INFO] = known.copy(**place, bytes=bucket.bytes, seconds=0.0, weight=weight)
+        place = {"phase": self.phase, "region": None, "unit": max(record.unit, 0), "worker": self.worker}
+        node.meta[INFO] = record.copy(**place, bytes=bucket.bytes, seconds=0.0, weight=weight)
         self.order[node] = self.order[anchor] if anchor else -1
         return node

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from fxpipe.passes.analysis.sources import sources_of
-from fxpipe.passes.fold import remove_dead
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random, viewed
 from fxpipe.ir.program import AGAIN, INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.analysis.sources import sources_of
+from fxpipe.passes.fold import remove_dead
 from fxpipe.plan.spec import Phase
 from fxpipe.torch_private import rename
 
@@ -55,9 +55,9 @@ class Rematerialize(Pass):
             record = info(node)
             assert record.worker is not None
             for source in list(node.all_input_nodes):
-                wanted = kinds.why(source, record.phase, record.worker)
-                if wanted is not None:
-                    node.replace_input_with(source, copier.copy(source, node, record.phase, record.worker, wanted))
+                again = kinds.why(source, record.phase, record.worker)
+                if again is not None:
+                    node.replace_input_with(source, copier.copy(source, node, record.phase, record.worker, again))
         remove_dead(program.graph)
         return program
 
@@ -194,21 +194,21 @@ class _Copier:
     def __init__(self, graph: fx.Graph, kinds: Kinds) -> None:
         self.graph = graph
         self.kinds = kinds
-        self.made: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
+        self.copies: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
         self.original: dict[fx.Node, fx.Node] = {}  # by copy: a node's readers may now read a copy
 
     def copy(
-        self, source: fx.Node, reader: fx.Node, phase: Phase, worker: int, wanted: Callable[[fx.Node], bool]
+        self, source: fx.Node, reader: fx.Node, phase: Phase, worker: int, again: Callable[[fx.Node], bool]
     ) -> fx.Node:
         """The copy of `source` for that worker and phase, made before `reader` if it is the first to need it."""
         stack = [source]
         while stack:  # no recursion: chains can be thousands of nodes long
             node = stack[-1]
-            if self._made(node, worker, phase):
+            if self._copy(node, worker, phase):
                 stack.pop()
                 continue
             inputs = [self.original.get(n, n) for n in reads_again(node)]
-            needed = [n for n in inputs if n.op == "call_function" and wanted(n) and not self._made(n, worker, phase)]
+            needed = [n for n in inputs if n.op == "call_function" and again(n) and not self._copy(n, worker, phase)]
             if needed:
                 stack.extend(needed)
                 continue
@@ -216,25 +216,25 @@ class _Copier:
             whole = self._input(node.all_input_nodes[0], worker, phase) if is_getitem(node) else None
             at: Phase = "B" if whole is not None and info(whole).phase == "B" else phase
             with self.graph.inserting_before(reader) if at == phase else self.graph.inserting_after(whole):
-                made = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
-            rename(made, f"{node.name}_again")
-            if _forgets_statistics(made):
-                _forget_statistics(made)
-            made.meta[INFO] = info(node).copy(phase=at, worker=worker, region=None, weight=at == "W")
-            made.meta[AGAIN] = node.name
-            self.made[node, worker, at] = made
-            self.original[made] = node
-        found = self._made(source, worker, phase)
-        assert found is not None
-        return found
+                copy = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
+            rename(copy, f"{node.name}_again")
+            if _forgets_statistics(copy):
+                _forget_statistics(copy)
+            copy.meta[INFO] = info(node).copy(phase=at, worker=worker, region=None, weight=at == "W")
+            copy.meta[AGAIN] = node.name
+            self.copies[node, worker, at] = copy
+            self.original[copy] = node
+        result = self._copy(source, worker, phase)
+        assert result is not None
+        return result
 
-    def _made(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node | None:
+    def _copy(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node | None:
         """The copy that a worker's part reads."""
-        found = self.made.get((node, worker, phase))
-        if found is None and phase == "W" and node not in self.kinds.weights:
-            found = self.made.get((node, worker, "B"))
-        return found
+        copy = self.copies.get((node, worker, phase))
+        if copy is None and phase == "W" and node not in self.kinds.weights:
+            copy = self.copies.get((node, worker, "B"))
+        return copy
 
     def _input(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node:
         original = self.original.get(node, node)
-        return self._made(original, worker, phase) or original
+        return self._copy(original, worker, phase) or original

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from fxpipe.passes.whole_loss import begins_of, read_instead, times, with_leaf
 
 from fxpipe.errors import TaskError, listed
 from fxpipe.ir.program import Level, Program, value
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.whole_loss import begins_of, read_instead, times, with_leaf
 from fxpipe.plan.spec import LOSS_SCALE
 from fxpipe.torch_private import rename
 
@@ -43,9 +43,9 @@ class ScaleLoss(Pass):
         shown = value(begins[0]).new_empty((), dtype=torch.float32)
         program, leaf = with_leaf(program, LOSS_SCALE, LOSS_SCALE, shown)
         for begin in begins:
-            made = times(begin, leaf)
-            rename(made, "d_scaled_loss")
-            read_instead(begin, made)
+            scaled = times(begin, leaf)
+            rename(scaled, "d_scaled_loss")
+            read_instead(begin, scaled)
         return program
 
 

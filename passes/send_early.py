@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxpipe.passes.analysis.liveness import part_memories
-from fxpipe.passes.split import Split
 from torch import fx
 
 from fxpipe.ir.aten import is_random
@@ -15,6 +13,8 @@ from fxpipe.ir.program import Level, Program, info
 from fxpipe.ir.stage import Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.passes.analysis.liveness import part_memories
+from fxpipe.passes.split import stages_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SendEarly(Pass):
         stages: Sequence[Stage] = ()
         for worker, nodes in calls.items():
             if late := _late(nodes):
-                stages = stages or Split()(program).stages
+                stages = stages or stages_of(program)
                 _move(_as_many_as_fit(stages[worker], nodes, late), _last_send(nodes))
         return program
 
@@ -70,15 +70,15 @@ def _as_many_as_fit(stage: Stage, calls: Sequence[fx.Node], late: Sequence[fx.No
     def peaks(order: Iterable[fx.Node]) -> tuple[int, int]:
         for node in order:
             end.prepend(copy_of[node])
-        memory = next(each for each in part_memories(stage) if each.phase == "B")
+        memory = next(part for part in part_memories(stage) if part.phase == "B")
         return memory.peak, memory.peak_unreceived
 
     most = peaks(calls)
     few, many = 0, len(late)  # this many fit; this many do not
     while few < many:
         tried = (few + many + 1) // 2
-        found = peaks(_moved(calls, late[-tried:]))
-        if found[0] <= most[0] and found[1] <= most[1]:
+        peak = peaks(_moved(calls, late[-tried:]))
+        if peak[0] <= most[0] and peak[1] <= most[1]:
             few = tried
         else:
             many = tried - 1
@@ -88,13 +88,13 @@ def _as_many_as_fit(stage: Stage, calls: Sequence[fx.Node], late: Sequence[fx.No
 def _moved(calls: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
     """The calls in their new order."""
     moved, last = set(late), _last_send(calls)
-    found: list[fx.Node] = []
+    order: list[fx.Node] = []
     for node in calls:
         if node not in moved:
-            found.append(node)
+            order.append(node)
         if node is last:
-            found += late
-    return found
+            order += late
+    return order
 
 
 def _last_send(calls: Sequence[fx.Node]) -> fx.Node:

@@ -37,20 +37,25 @@ class Split(Pass):
     provides: ClassVar[Level] = Level.SPLIT
 
     def __call__(self, program: Program) -> Program:
-        assert program.cuts is not None
-        calls: dict[tuple[int, Phase], list[fx.Node]] = {}
-        for node in program:
-            worker = info(node).worker
-            assert worker is not None
-            calls.setdefault((worker, info(node).phase), []).append(node)
-        interface = _Interface(program)
-        stages = []
-        for worker in range(program.cuts.workers):
-            mine = {phase: calls.get((worker, phase), []) for phase in program.phases}
-            handed = interface.handed(worker, mine)
-            parts = {phase: interface.part(worker, phase, mine[phase], *handed[phase]) for phase in mine}
-            stages.append(Stage(worker, parts))
-        return replace(program, level=self.provides, stages=tuple(stages))
+        return replace(program, level=self.provides, stages=tuple(stages_of(program)))
+
+
+def stages_of(program: Program) -> list[Stage]:
+    """What each worker of a wired program executes."""
+    assert program.cuts is not None
+    calls: dict[tuple[int, Phase], list[fx.Node]] = {}
+    for node in program:
+        worker = info(node).worker
+        assert worker is not None
+        calls.setdefault((worker, info(node).phase), []).append(node)
+    interface = _Interface(program)
+    stages = []
+    for worker in range(program.cuts.workers):
+        mine = {phase: calls.get((worker, phase), []) for phase in program.phases}
+        handed = interface.handed(worker, mine)
+        parts = {phase: interface.part(worker, phase, mine[phase], *handed[phase]) for phase in mine}
+        stages.append(Stage(worker, parts))
+    return stages
 
 
 class _Interface:
@@ -73,27 +78,27 @@ class _Interface:
         self, worker: int, calls: Mapping[Phase, list[fx.Node]]
     ) -> dict[Phase, tuple[list[fx.Node], list[fx.Node]]]:
         """By phase, what a worker's part takes from the part before it, and what it leaves for the next one."""
-        found: dict[Phase, tuple[list[fx.Node], list[fx.Node]]] = {}
+        by_phase: dict[Phase, tuple[list[fx.Node], list[fx.Node]]] = {}
         phases = list(calls)
         taken: list[fx.Node] = []
         for i, phase in enumerate(phases, 1):
             before, after = (dict.fromkeys(n for p in some for n in calls[p]) for some in (phases[:i], phases[i:]))
             left = self._left(worker, before, after) if i < len(phases) else []
-            found[phase] = taken, left
+            by_phase[phase] = taken, left
             taken = left
-        return found
+        return by_phase
 
     def _left(self, worker: int, before: Iterable[fx.Node], after: Mapping[fx.Node, None]) -> list[fx.Node]:
         """The existing values that a worker's later calls read, in the order in which they are made."""
-        wanted = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
-        wanted.update(dict.fromkeys(n for n in self.gradients.values() if home_of(n) == worker))
+        read = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
+        read.update(dict.fromkeys(n for n in self.gradients.values() if home_of(n) == worker))
         # Each function takes parameters, and buffers without updates, as weights and buffers.
         local = self.parameters.keys() | (self.buffers.keys() - self.updates.keys())
-        kept = [n for n in wanted if n not in after and n.name not in local]
+        left = [n for n in read if n not in after and n.name not in local]
         order = {n: i for i, n in enumerate(before)}
-        return sorted(kept, key=lambda n: order.get(n, -1))
+        return sorted(left, key=lambda n: order.get(n, -1))
 
-    def part(self, worker: int, phase: Phase, calls: list[fx.Node], passed: list[fx.Node], kept: list[fx.Node]) -> Part:
+    def part(self, worker: int, phase: Phase, calls: list[fx.Node], passed: list[fx.Node], left: list[fx.Node]) -> Part:
         """One phase of a worker: its calls as a graph, with its inputs and outputs."""
 
         def made_here(outputs: Mapping[str, fx.Node], made_in: Phase) -> dict[str, fx.Node]:
@@ -104,7 +109,7 @@ class _Interface:
         loss = self.loss if phase == "F" and self.loss is not None and home_of(self.loss) == worker else None
 
         read = {n for node in calls if not wire.is_recv(node) for n in node.all_input_nodes}
-        read.update(kept, updates.values(), metrics.values(), gradients.values())
+        read.update(left, updates.values(), metrics.values(), gradients.values())
         taken = [n for n in self.placeholders.values() if n in read]
         weights = [n for n in taken if n.name in self.parameters]
         buffers = [n for n in taken if n.name in self.buffers and n not in passed]
@@ -115,12 +120,12 @@ class _Interface:
         if phase == self.last != "F":
             graph.output(tuple(mapped[n] for n in gradients.values()))
         elif phase == "B":
-            graph.output([mapped[n] for n in kept])
+            graph.output([mapped[n] for n in left])
         elif self.metrics:
             function = "evaluate"
             graph.output(tuple(mapped[n] for n in (*metrics.values(), *updates.values())))
         else:
-            new, remembered = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), kept))
+            new, remembered = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), left))
             graph.output((mapped[loss] if loss else None, new, remembered))
         spec = PartSpec(
             weights=tuple(self.parameters[n.name] for n in weights),
@@ -128,8 +133,8 @@ class _Interface:
             batch=tuple(self.batch[n.name] for n in batch),
             receives=tuple(edges[mapped[n].name] for n in calls if wire.is_recv(n)),
             sends=tuple(edges[mapped[n].name] for n in calls if wire.is_send(n)),
-            saved=tuple(name_in_part(n) for n in {"F": kept, "B": passed}.get(phase, ())),
-            deferred=tuple(name_in_part(n) for n in {"B": kept, "W": passed}.get(phase, ())),
+            saved=tuple(name_in_part(n) for n in {"F": left, "B": passed}.get(phase, ())),
+            deferred=tuple(name_in_part(n) for n in {"B": left, "W": passed}.get(phase, ())),
             updates=tuple(self.buffers[name] for name in updates),
             gradients=tuple(self.parameters[name] for name in gradients),
             loss=loss is not None,

@@ -56,10 +56,10 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
         _half(graph, node, "input", _INPUT, (True, False, False)),
         _half(graph, node, "weight", _WEIGHT, (False, True, True)),
     )
-    for made, own in zip(halves, elements, strict=True):
-        for element in reversed(own):
-            element.replace_input_with(node, made)
-            made.append(element)  # here, so that the input's gradient can go before the weight's is made
+    for half, outputs in zip(halves, elements, strict=True):
+        for element in reversed(outputs):
+            element.replace_input_with(node, half)
+            half.append(element)  # here, so that the input's gradient can go before the weight's is made
     graph.erase_node(node)
 
 
@@ -68,17 +68,17 @@ def _half(graph: fx.Graph, node: fx.Node, name: str, stands_in: int, makes: tupl
     whole, mask = node.args[stands_in], node.args[_MASK]
     assert isinstance(whole, fx.Node)
     assert isinstance(mask, Sequence)
-    like, wanted = value(whole), [bool(m) and k for m, k in zip(mask, makes, strict=True)]
+    like, new_mask = value(whole), [bool(m) and k for m, k in zip(mask, makes, strict=True)]
     layout = (list(like.shape), list(like.stride()))
     options = {"dtype": like.dtype, "device": torch.device(like.device.type)}
     with graph.inserting_before(node):
         empty = graph.create_node(
             "call_function", aten.empty_strided.default, layout, options, name=f"{node.name}_like_{name}"
         )
-        made = graph.create_node("call_function", node.target, node.args, dict(node.kwargs), name=f"{node.name}_{name}")
-    made.update_arg(stands_in, empty)
-    made.update_arg(_MASK, wanted)
-    results = tuple(v if k else None for v, k in zip(value(node), wanted, strict=True))
-    for new, val in ((empty, like), (made, results)):
+        half = graph.create_node("call_function", node.target, node.args, dict(node.kwargs), name=f"{node.name}_{name}")
+    half.update_arg(stands_in, empty)
+    half.update_arg(_MASK, new_mask)
+    results = tuple(v if k else None for v, k in zip(value(node), new_mask, strict=True))
+    for new, val in ((empty, like), (half, results)):
         new.meta = {**node.meta, "val": val, INFO: copy.copy(node.meta[INFO])}
-    return made
+    return half

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from fxpipe.passes.analysis.branches import branches_together
-from fxpipe.passes.analysis.metric_nodes import loss_itself, metric_nodes, place_metrics
-from fxpipe.passes.analysis.sources import sources_of
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_view
 from fxpipe.ir.program import CORRECTS, Level, Program, info
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.analysis.branches import branches_together
+from fxpipe.passes.analysis.metric_nodes import loss_itself, metric_nodes, place_metrics
+from fxpipe.passes.analysis.sources import sources_of
 
 aten = torch.ops.aten
 _SAME_NUMBERS = {aten._to_copy.default, aten.clone.default}
@@ -51,8 +51,8 @@ class Units(Pass):
         units = _forward(forward, calls, sources.cheap, buffers)
         if loss is not None:
             _backward([n for n in nodes if info(n).phase == "B"], counted, info(loss).unit)
-            own = {p.node for p in program.parameters} | {b.node for b in program.buffers}
-            place_metrics(metrics, {placeholders[name]: _last_reader(placeholders[name]) for name in own if metrics})
+            inputs = {p.node for p in program.parameters} | {b.node for b in program.buffers}
+            place_metrics(metrics, {placeholders[name]: _last_reader(placeholders[name]) for name in inputs if metrics})
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:
@@ -112,13 +112,13 @@ def _backward(backward: list[fx.Node], nodes: list[fx.Node], last: int) -> None:
     for node in backward:
         inputs = [info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
         inputs = [u for u in inputs if u >= 0]
-        own = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
+        unit = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
         if is_getitem(node):
-            own = inputs[0] if inputs else None
-        if own is None and not inputs:
+            unit = inputs[0] if inputs else None
+        if unit is None and not inputs:
             undecided.append(node)
             continue
-        info(node).unit = min([*inputs, *([own] if own is not None else [])])
+        info(node).unit = min([*inputs, *([unit] if unit is not None else [])])
     for node in reversed(undecided):
         readers = [info(n).unit for n in node.users if n.op == "call_function"]
         info(node).unit = max(readers, default=last)
@@ -144,7 +144,7 @@ def _mark_weight_gradients(program: Program) -> None:
     gradients = {n for n, o in outputs if o.kind == "gradient"} - {n for n, o in outputs if o.kind != "gradient"}
     backward = [n for n in program if info(n).phase == "B"]
     finishing: set[fx.Node] = set()
-    found: set[fx.Node] = set()
+    weight_nodes: set[fx.Node] = set()
     for node in reversed(backward):
         users = [n for n in node.users if n.op == "call_function"]
         if not users if node not in gradients else len(users) + 1 != len(node.users):
@@ -152,20 +152,20 @@ def _mark_weight_gradients(program: Program) -> None:
         if _finishes(node) and finishing.issuperset(users):
             finishing.add(node)
         unit = info(node).unit
-        if all(n in finishing or (n in found and info(n).unit == unit) for n in users):
-            found.add(node)
+        if all(n in finishing or (n in weight_nodes and info(n).unit == unit) for n in users):
+            weight_nodes.add(node)
     made_by_b: set[fx.Node] = set()  # weight gradients, or what they are made from
     for node in backward:
         sources = [n for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
-        if is_getitem(node) and sources[0] not in found:
-            stays = node in found
+        if is_getitem(node) and sources[0] not in weight_nodes:
+            stays = node in weight_nodes
         else:
-            stays = node in found and bool(sources) and made_by_b.issuperset(sources)
+            stays = node in weight_nodes and bool(sources) and made_by_b.issuperset(sources)
         if stays:
             made_by_b.add(node)
-            found.remove(node)
+            weight_nodes.remove(node)
     for node in backward:
-        info(node).weight = node in found
+        info(node).weight = node in weight_nodes
 
 
 def _finishes(node: fx.Node) -> bool:

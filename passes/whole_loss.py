@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import fx
+
+from fxpipe.errors import listed
+from fxpipe.ir.program import CORRECTS, INFO, ONE_DRAW, BatchInput, Level, NodeInfo, Output, Program, info, value
+from fxpipe.ir.transform import Pass
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
@@ -16,11 +21,6 @@ from fxpipe.passes.analysis.share_rules.sameness import drawn_once
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
 from fxpipe.passes.analysis.whole_metrics import with_metrics
 from fxpipe.passes.fold import remove_dead
-from torch import fx
-
-from fxpipe.errors import listed
-from fxpipe.ir.program import CORRECTS, INFO, ONE_DRAW, BatchInput, Level, NodeInfo, Output, Program, info, value
-from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.task.batch import tensor_spec
 
@@ -76,46 +76,46 @@ class WholeLoss(Pass):
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
-        found = with_metrics(microbatches_of(program))
+        facts = with_metrics(microbatches_of(program))
         for node in program:
-            if drawn_once(found, node):
+            if drawn_once(facts, node):
                 node.meta[ONE_DRAW] = True
-        if found.batch_norms:
-            names = dict.fromkeys(info(n).module or info(n).source or n.name for n in found.batch_norms)
+        if facts.batch_norms:
+            names = dict.fromkeys(info(n).module or info(n).source or n.name for n in facts.batch_norms)
             norms = listed(list(names), 6)
             program = replace(program, batch_norm=norms, warnings=(*program.warnings, BY_ITSELF.format(norms)))
-        if changed := changed_buffers(found):
+        if changed := changed_buffers(facts):
             program = replace(program, warnings=(*program.warnings, _often(changed, self.microbatches)))
-        loss = found.loss
+        loss = facts.loss
         program = replace(program, warnings=(*program.warnings, *self.unlike))
         if isinstance(loss, Lost) and self.weighted:
-            said = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
-            return replace(_weighted(program), warnings=(*program.warnings, *said))
+            notes = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
+            return replace(_weighted(program), warnings=(*program.warnings, *notes))
         why = OWN.format(program.own_backward) if program.own_backward else ""
         if why := loss.why if isinstance(loss, Lost) else why:
             if self.accepted:
                 return replace(program, differs_from_whole=f"it was accepted that {why}")
-            said = (f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {why}",)
-            program = replace(program, warnings=(*program.warnings, *said))
+            notes = (f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {why}",)
+            program = replace(program, warnings=(*program.warnings, *notes))
         if isinstance(loss, Lost):
             return program
-        program = _with_whole_numbers(program, found.numbers)
+        program = _with_whole_numbers(program, facts.numbers)
         change = _Substitution(program, self.microbatches)
-        for node in [n for n in program if n in found.totals or n in found.likelihoods]:  # none reads a later one
-            if node in found.totals:
-                change.total(node, found.totals[node])
+        for node in [n for n in program if n in facts.totals or n in facts.likelihoods]:  # none reads a later one
+            if node in facts.totals:
+                change.total(node, facts.totals[node])
             else:
                 change.likelihood(node)
-        for node, factor in found.factors.items():
+        for node, factor in facts.factors.items():
             change.factor(node, factor)
-        for divided in found.divided.values():
+        for divided in facts.divided.values():
             for node, reader in divided:
                 change.divide(node, reader)
-        summed = tuple(name for name, node in program.metrics().items() if found.known.get(node) is Share.SUM)
+        summed = tuple(name for name, node in program.metrics().items() if facts.known.get(node) is Share.SUM)
         program = change.program()
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
-        whole_numbers = program.whole_numbers or bool(found.divided)
+        whole_numbers = program.whole_numbers or bool(facts.divided)
         return replace(program, loss_of_microbatches=how, whole_numbers=whole_numbers, summed_metrics=summed)
 
 
@@ -133,13 +133,13 @@ def _with_whole_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Plac
     The same for constants that are computed from such numbers.
     """
     backward = BackwardCalls(program)
-    for node, given in numbers.items():
+    for node, new_numbers in numbers.items():
         calls, whole = backward.of(node), changed_numbers(node)
         assert calls is not None
-        scaled = {whole[place]: number for place, number in given.items() if place in whole}
+        scaled = {whole[place]: number for place, number in new_numbers.items() if place in whole}
         for call in calls:
             _update(call, {p: scaled.get(number, number) for p, number in changed_numbers(call).items()})
-        _update(node, given)
+        _update(node, new_numbers)
     there = {name: whole_call(node) for name, node in program.placeholders.items()}
     values = {n: c.value for n, c in there.items() if isinstance(c, WholeCall) and c.value is not None}
     return replace(program, values={**program.values, **values}, whole_numbers=bool(numbers or values))
@@ -175,11 +175,11 @@ def with_leaf(program: Program, node: str, name: str, shown: torch.Tensor) -> tu
         shown: its fake value.
     """
     with program.graph.inserting_after([n for n in program.graph.nodes if n.op == "placeholder"][-1]):
-        made = program.graph.placeholder(node)
-    made.meta["val"] = shown
+        leaf = program.graph.placeholder(node)
+    leaf.meta["val"] = shown
     real = torch.ones(shown.shape, dtype=shown.dtype, device=program.device)
-    row = BatchInput(made.name, LeafSpec(name, tensor_spec(real)))
-    return replace(program, batch=(*program.batch, row), example={**program.example, made.name: real}), made
+    row = BatchInput(leaf.name, LeafSpec(name, tensor_spec(real)))
+    return replace(program, batch=(*program.batch, row), example={**program.example, leaf.name: real}), leaf
 
 
 def times(node: fx.Node, leaf: fx.Node) -> fx.Node:
@@ -196,9 +196,9 @@ def begins_of(program: Program) -> list[fx.Node]:
     return [n for n in program if info(n).phase == "B" and n.name == "d_loss"]
 
 
-def read_instead(node: fx.Node, made: fx.Node) -> None:
-    """Let all readers of a node read `made`, which is computed from it."""
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+def read_instead(node: fx.Node, result: fx.Node) -> None:
+    """Let all readers of a node read `result`, which is computed from it."""
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 class _Substitution:
@@ -217,11 +217,11 @@ class _Substitution:
     def total(self, node: fx.Node, share: Share) -> None:
         """Put the whole minibatch's value in place of a sum or a mean over the batch."""
         current = self.replaced.get(node, node)
-        made = self._leaf(self.addends.copy(current))
+        whole = self._leaf(self.addends.copy(current))
         if share is Share.MEAN:
-            made = self._call(current, aten.div.Scalar, (made, self.microbatches))
-        current.replace_all_uses_with(made)
-        self.replaced[node] = made
+            whole = self._call(current, aten.div.Scalar, (whole, self.microbatches))
+        current.replace_all_uses_with(whole)
+        self.replaced[node] = whole
 
     def factor(self, node: fx.Node, factor: fx.Node) -> None:
         """Scale the factor or divisor of a sum, forward and backward, so that the result is a mean."""
@@ -245,8 +245,8 @@ class _Substitution:
         for call in backward:
             for gradient in [n for n in call.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]:
                 if gradient.meta.get("seq_nr") != number:
-                    made = self._call(call, aten.div.Scalar, (gradient, self.microbatches))
-                    call.replace_input_with(gradient, made)
+                    divided = self._call(call, aten.div.Scalar, (gradient, self.microbatches))
+                    call.replace_input_with(gradient, divided)
 
     def likelihood(self, node: fx.Node) -> None:
         """Make a mean over the targets' weights a sum divided by the whole minibatch's weights."""
@@ -255,25 +255,25 @@ class _Substitution:
         assert isinstance(target, fx.Node)
         loss, weights = ([n for n in node.users if n.args[1] == i] for i in (0, 1))
         total = self._leaf(self.addends.weight_of(target, weight, ignored))
-        each = self._call(node, aten.div.Scalar, (total, self.microbatches))
-        if value(each).dtype != value(scores).dtype:
-            each = self._call(node, aten._to_copy.default, (each,), {"dtype": value(scores).dtype})
+        divisor = self._call(node, aten.div.Scalar, (total, self.microbatches))
+        if value(divisor).dtype != value(scores).dtype:
+            divisor = self._call(node, aten._to_copy.default, (divisor,), {"dtype": value(scores).dtype})
         node.update_arg(3, 2)
         for result in loss:
             after = result.next
-            made = self._call(after, aten.div.Tensor, (result, each), like=result)
-            made.meta[CORRECTS] = True
-            read_instead(result, made)
-            self.replaced[result] = made
+            quotient = self._call(after, aten.div.Tensor, (result, divisor), like=result)
+            quotient.meta[CORRECTS] = True
+            read_instead(result, quotient)
+            self.replaced[result] = quotient
         for result in weights:
-            result.replace_all_uses_with(each)
+            result.replace_all_uses_with(divisor)
 
     def _leaf(self, addend: fx.Node) -> fx.Node:
         """A new leaf of the batch: the sum of `addend` over the microbatches."""
         index = len(self.addends.outputs) - 1
-        self.source, made = with_leaf(self.source, f"total_{index}", f"total.{index}", value(addend))
-        self.addends.take(made)
-        return made
+        self.source, leaf = with_leaf(self.source, f"total_{index}", f"total.{index}", value(addend))
+        self.addends.take(leaf)
+        return leaf
 
     def _call(
         self,
@@ -291,15 +291,15 @@ class _Substitution:
 
 def call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
     """A new call where the graph inserts, with its fake value; module, line and autograd number as `like`."""
-    made = graph.call_function(target, tuple(args), dict(kwargs))
-    fake = next(value(n) for n in made.all_input_nodes)
-    given = fx.node.map_arg((made.args, made.kwargs), value)
+    node = graph.call_function(target, tuple(args), dict(kwargs))
+    fake = next(value(n) for n in node.all_input_nodes)
+    fakes = fx.node.map_arg((node.args, node.kwargs), value)
     with fake.fake_mode:
-        made.meta["val"] = target(*given[0], **given[1])
+        node.meta["val"] = target(*fakes[0], **fakes[1])
     record: NodeInfo = like.meta[INFO].copy() if INFO in like.meta else NodeInfo("F")
-    made.meta[INFO] = record
-    made.meta["seq_nr"] = like.meta.get("seq_nr")
-    return made
+    node.meta[INFO] = record
+    node.meta["seq_nr"] = like.meta.get("seq_nr")
+    return node
 
 
 class _Addends:
@@ -320,16 +320,16 @@ class _Addends:
         """From now on, this program can read a placeholder of the original."""
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
         with self.graph.inserting_after(last):
-            made = self.graph.placeholder(node.name)
-        made.target = made.name
-        made.meta["val"] = value(node)
-        self.mapped[node] = made
+            placeholder = self.graph.placeholder(node.name)
+        placeholder.target = placeholder.name
+        placeholder.meta["val"] = value(node)
+        self.mapped[node] = placeholder
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Compute a value of the program here, too, and add it up."""
-        made = self._copied(node)
-        self.outputs.append(made)
-        return made
+        addend = self._copied(node)
+        self.outputs.append(addend)
+        return addend
 
     def weight_of(self, target: fx.Node, weight: Any, ignored: Any) -> fx.Node:
         """Add up the weights of the targets that are not ignored; without class weights, their number."""
@@ -339,15 +339,15 @@ class _Addends:
             return call(self.graph, operator, args, {}, like)
 
         if weight is None:
-            made = do(aten.sum.default, do(aten.ne.Scalar, classes, ignored))
+            total = do(aten.sum.default, do(aten.ne.Scalar, classes, ignored))
         else:
             left_out = do(aten.eq.Scalar, classes, ignored)
             flat = do(aten.view.default, do(aten.masked_fill.Scalar, classes, left_out, 0), [-1])
             weights = do(aten.index_select.default, self._copied(weight), 0, flat)
             flags = do(aten.view.default, left_out, [-1])
-            made = do(aten.sum.default, do(aten.masked_fill.Scalar, weights, flags, 0))
-        self.outputs.append(made)
-        return made
+            total = do(aten.sum.default, do(aten.masked_fill.Scalar, weights, flags, 0))
+        self.outputs.append(total)
+        return total
 
     def _copied(self, node: fx.Node) -> fx.Node:
         """A node's copy, after the copies of its inputs."""
@@ -359,10 +359,10 @@ class _Addends:
                 stack.pop()
             stack += missing
             if at not in self.mapped and not missing:
-                made = self._filled(at) if fills(at) else self.graph.node_copy(at, self.mapped.__getitem__)
-                made.meta["val"] = value(at)
-                made.meta[INFO] = at.meta[INFO].copy()
-                self.mapped[at] = made
+                copied = self._filled(at) if fills(at) else self.graph.node_copy(at, self.mapped.__getitem__)
+                copied.meta["val"] = value(at)
+                copied.meta[INFO] = at.meta[INFO].copy()
+                self.mapped[at] = copied
         return self.mapped[node]
 
     def _filled(self, node: fx.Node) -> fx.Node:
@@ -376,18 +376,18 @@ class _Addends:
     def program(self, source: Program) -> Program:
         """The program; totals that nothing here uses are left out."""
         names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}
-        kept = names | {b.node for b in self.source.batch}
+        placeholders = names | {b.node for b in self.source.batch}
         for node in list(self.graph.nodes):
-            if node.op == "placeholder" and node.name not in kept:
+            if node.op == "placeholder" and node.name not in placeholders:
                 self.graph.erase_node(node)
-        made = self.graph.output(tuple(self.outputs))
-        made.meta["val"] = tuple(value(n) for n in self.outputs)
+        output = self.graph.output(tuple(self.outputs))
+        output.meta["val"] = tuple(value(n) for n in self.outputs)
         return replace(
             source,
             graph=self.graph,
             level=Level.CAPTURED,
             parameters=(),
-            batch=tuple(b for b in source.batch if b.node in kept or not b.node),
+            batch=tuple(b for b in source.batch if b.node in placeholders or not b.node),
             buffers=tuple(b for b in source.buffers if b.node in names),
             outputs=tuple(Output("metric", f"total.{i}") for i in range(len(self.outputs))),
             values={n: v for n, v in source.values.items() if n in names},

@@ -16,7 +16,7 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe as api
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.errors import RunError
 from fxpipe.lowering.codec_effect import codec_effect

@@ -84,10 +84,10 @@ def test_the_lines_of_the_program_were_printed() -> None:
 def test_the_units_and_their_workers() -> None:
     stages = tiny().plan.stages
     shown = tables(page("cuts.md"))[0]
-    assert len(shown) == len(tiny().plan.units)
+    assert len(shown) == len(tiny().plan.step.units)
     for number, (unit, name, forward, backward) in enumerate(shown):
         assert unit == f"u{number}"
-        assert tiny().plan.units[number] in (name, "")
+        assert tiny().plan.step.units[number] in (name, "")
         assert int(forward) == worker_of([s.forward_units for s in stages], number)
         assert int(backward) == worker_of([s.backward_units for s in stages], number)
 

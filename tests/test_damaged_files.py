@@ -24,9 +24,11 @@ import fxpipe
 from fxpipe.costs.node_costs_file import MeasuredCosts
 from fxpipe.costs.node_costs_file import read as read_node_costs
 from fxpipe.errors import BuildError, FxpipeError
-from fxpipe.inspection.run_comparison import compare
+from fxpipe.inspection.run_comparison import comparison
 from fxpipe.ir.program_table import read_table
+from fxpipe.ir.saved_program import read_programs
 from fxpipe.observe.run_folder import read_run
+from fxpipe.passes import every_pass
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.signed import signed
 from fxpipe.planner.costs_file import read_costs
@@ -95,7 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": lambda path: read_plan(path.parent),
     "costs.json": lambda path: read_costs(path.parent, PLAN),
-    "program.json": read_table,
+    "nodes.json": read_table,
+    "program.json": lambda path: read_programs(path, every_pass()),
     "profile.json": read_profile,
     "node_costs.json": lambda path: read_node_costs(path, "mark"),
 }
@@ -123,17 +126,19 @@ def test_a_plan_that_was_signed_again(folder: Path, tmp_path: Path) -> None:
     assert check(tmp_path / "plan.json", lambda: read_plan(tmp_path), contents()) > ROUNDS
     path = tmp_path / "plan.json"
     changed = {k: v for k, v in body.items() if k != "digest"}
-    changed["stages"][0]["forward_units"][1] = "3"
+    changed["steps"][0]["stages"][0]["forward_units"][1] = "3"
     path.write_text(signed(changed))
     with pytest.raises(BuildError, match=r"plan\.json cannot be read: expected int, got str") as caught:
         read_plan(tmp_path)
-    assert caught.value.where == f"{path}, $.stages[0].forward_units[1]"
+    assert caught.value.where == f"{path}, $.steps[0].stages[0].forward_units[1]"
 
 
 def changed_plan(folder: Path, path: Path, **changes: Any) -> Path:
     """A copy of the build whose plan someone has changed, and signed again."""
     shutil.copytree(folder, path)
-    body = {k: v for k, v in json.loads((path / "plan.json").read_text()).items() if k != "digest"} | changes
+    body = {k: v for k, v in json.loads((path / "plan.json").read_text()).items() if k != "digest"}
+    for name, value in changes.items():
+        (body if name in body else body["steps"][0])[name] = value
     (path / "plan.json").write_text(signed(body))
     return path
 
@@ -342,5 +347,5 @@ def test_a_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
             (folder / name).write_bytes(spoilt)
             found = read_run(folder)
             json.dumps(found, allow_nan=False)
-            compare(found, whole)
+            comparison(found, whole)
         (folder / name).write_text(text)

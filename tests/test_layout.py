@@ -1,18 +1,17 @@
-"""docs/layout.md names every room in order, a room imports only rooms above it, and the wheel has every package."""
+"""docs/layout.md names every room in order, a room imports only rooms above it, and rooms keep their budgets."""
 
 from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house import Counts, budgets, counted, exceeded, idle, lowered, product
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"}  # folder: installed name
-DATA = {"fxpipe.pages": "docs/errors"}  # installed name: folder without code
+PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"}  # folder: name by which it is imported
 NAMES = {"fxpipe", "fxpipe.__main__"}
 """May import rooms below them: the lazy public names, and `python -m fxpipe`."""
 BELOW = ("fxpipe.runtime.process.new_shapes", "fxpipe.lowering.new_shape", "folder_with_new_shape")
@@ -157,7 +156,7 @@ def test_no_circles() -> None:
 
 def test_every_room_is_listed() -> None:
     folders = {f"{f}/" for f in PACKAGES} | {
-        f"fxpipe/{p.name}/" for p in (ROOT / "fxpipe").iterdir() if (p / "__init__.py").is_file()
+        f"fxpipe/{p.name}/" for p in (ROOT / "fxpipe").iterdir() if (p / "__init__.py").is_file() and not p.is_symlink()
     }
     assert sorted(_listed()) == sorted(folders)
 
@@ -179,10 +178,59 @@ def test_every_file_says_what_it_does() -> None:
     assert [m for m, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
-def test_the_wheel_has_every_package() -> None:
-    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert configuration["package-dir"] == {name: folder for folder, name in PACKAGES.items()} | DATA
-    folders = {path.parent.relative_to(ROOT) for path in modules().values()}
-    assert [str(f) for f in sorted(folders) if not (ROOT / f / "__init__.py").is_file()] == []
-    expected = {".".join((PACKAGES[f.parts[0]], *f.parts[1:])) for f in folders}
-    assert sorted(configuration["packages"]) == sorted(expected | set(DATA))
+def test_every_folder_is_a_package_and_those_at_the_top_are_in_fxpipe() -> None:
+    folders = {path.parent for path in modules().values()}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+    assert all((ROOT / name.replace(".", "/")).samefile(ROOT / folder) for folder, name in PACKAGES.items())
+
+
+@pytest.fixture(scope="module")
+def counts() -> Counts:
+    return counted(product())
+
+
+def test_the_product_keeps_its_budgets(counts: Counts) -> None:
+    """Over one: remove what the change made dead, or lower another one by as much; see tests/support/house.py."""
+    assert exceeded(counts, budgets()) == []
+
+
+def test_budgets_fall_with_the_product(counts: Counts) -> None:
+    """Mended by `python tests/support/house.py lower`."""
+    assert idle(counts, budgets()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("fxpipe/plan/grown.py", "a = 1\n" * 100_000, "lines, fxpipe/plan: 100000, and the budget is "),
+        (
+            "passes/wide.py",
+            f"def wide(self, {', '.join(f'a{n}' for n in range(9))}): pass",
+            "arguments, passes/wide.py:wide: 9, and the budget is 8",
+        ),
+        (
+            "cli/large.py",
+            f"class Large:\n    def __init__(self): {', '.join(f'self.a{n}' for n in range(16))} = range(16)",
+            "attributes, cli/large.py:Large: 16, and the budget is 15",
+        ),
+        (
+            "fxpipe/runtime/worker/weights.py",
+            "if feature: use()\n" * 1000,
+            "branches, fxpipe/runtime/worker/weights.py: 1000, and the budget is ",
+        ),
+        ("cli/vague.py", "found = 1\n" * 1000, "names, found: 1000, and the budget is "),
+    ],
+)
+def test_growth_is_noticed(path: str, source: str, complaint: str) -> None:
+    assert any(line.startswith(complaint) for line in exceeded(counted({path: source}), budgets()))
+
+
+def test_docstrings_and_comments_weigh_nothing() -> None:
+    source = '"""One.\n\nTwo."""\n\n# three\n\n\ndef f() -> str:\n    """Four."""\n    return """\n    five"""\n'
+    assert counted({"cli/f.py": source})["lines"] == {"cli": 3}
+
+
+def test_a_budget_is_lowered_and_never_raised() -> None:
+    text = '# Why.\n[lines]\ncli = 10\npasses = 5\n"fxpipe/gone" = 7\n\n[raised]\n"2026-01-01 cli 3" = "more"\n'
+    counts = {"lines": {"cli": 8, "passes": 6}, "attributes": {}, "arguments": {}, "branches": {}, "names": {}}
+    assert lowered(text, counts) == text.replace("10", "8").replace('"fxpipe/gone" = 7\n', "")

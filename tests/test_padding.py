@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 
@@ -28,7 +28,7 @@ def whole() -> Build:
 
 
 def test_a_padded_batch_is_compared_with_eager_as_it_enters(whole: Build) -> None:
-    assert [of_shape.given[0].tensor.shape for of_shape in whole.plan.of_shapes] == [(2, 8), (2, 16)]  # type: ignore[union-attr]
+    assert [of_shape.step.given[0].tensor.shape for of_shape in whole.plan.of_shapes] == [(2, 8), (2, 16)]  # type: ignore[union-attr]
     assert not whole.warnings
     for part, batch in zip(whole.of_shapes, (batch_of(5), batch_of(9)), strict=True):
         assert compare_with_eager(part, model_of(), loss, batch).largest < 1e-12

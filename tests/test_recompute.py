@@ -14,8 +14,8 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.build.build import Build
-from fxpipe.errors import CutError
+from fxpipe.builds.build import Build
+from fxpipe.errors import FxpipeError
 from fxpipe.lowering.new_shape import with_new_shape
 from fxpipe.lowering.shapes import again_like
 from fxpipe.plan.spec import PHASES
@@ -127,7 +127,7 @@ def test_batches_of_another_shape_compute_the_same_again(tmp_path: Path) -> None
     assert saved[0] == saved[1]
     first = fxpipe.compile(model, loss, batches[0], **options, recompute="full")
     later = with_new_shape(first, batches[1], StepHooks(lambda: model, loss, same=True))
-    for one, other in zip(later.plan.shapes[0].stages, both.plan.shapes[0].stages, strict=True):
+    for one, other in zip(later.plan.steps[1].stages, both.plan.steps[1].stages, strict=True):
         assert (one.again, one.parts) == (other.again, other.parts)
     loaded = fxpipe.load(both.save(tmp_path / "build").folder)
     losses = [build.local(optimizer=optimizer).run(batches) for build in (plain, both, loaded, later)]
@@ -135,7 +135,7 @@ def test_batches_of_another_shape_compute_the_same_again(tmp_path: Path) -> None
 
 
 def test_a_wrong_level_is_refused() -> None:
-    with pytest.raises(CutError, match="recompute='some' is not one of none, auto, full"):
+    with pytest.raises(FxpipeError, match="recompute='some' is not one of none, auto, full"):
         lowered("gpt", recompute="some")
 
 
@@ -143,6 +143,6 @@ def test_names_that_a_shape_does_not_have_are_left_out() -> None:
     """A plan may name what the step of another shape has not."""
     build = lowered("gpt", 2, schedule="1f1b", recompute="full", **cuts(CASES["gpt"], 2, 0))
     stages = tuple(replace(stage, again=("not_there", *stage.again)) for stage in build.plan.stages)
-    found = again_like(replace(build.plan, stages=stages), captured("gpt", 2)[2])
+    found = again_like(build.plan.with_step(stages=stages), captured("gpt", 2)[2])
     assert all("not_there" not in names for names in found)
     assert any(found)

@@ -77,7 +77,7 @@ def built() -> fxpipe.Build:
 
 def test_each_part_is_predicted_by_its_own_rule() -> None:
     pipeline = built().local(optimizer=two(Muon, NAdam), policy="spectrain")
-    rules = [e.store.updater.predictor.rules for e in pipeline.executors]
+    rules = [e.store.versions.predictions.predictor.rules for e in pipeline.executors]
     assert rules == [("last-update", "nadam"), ("last-update",), ("last-update", "nadam"), ("nadam",)]
 
 

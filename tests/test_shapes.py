@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, BuildError, CutError
 from fxpipe.lowering.agreement import Agreement, worst_agreement
 from fxpipe.lowering.compare_with_eager import compare_with_eager
@@ -104,7 +104,7 @@ def test_weights_and_buffers_stay_where_they_are(whole: Build) -> None:
             assert set(stage.backward.gradients) <= set(first.backward.gradients)
             assert set(stage.forward.weights) <= set(first.forward.weights)
             assert set(stage.forward.updates) == set(first.forward.updates)
-    assert len({len(of_shape.units) for of_shape in plan.of_shapes}) == 3  # by the number of tokens
+    assert len({len(of_shape.step.units) for of_shape in plan.of_shapes}) == 3  # by the number of tokens
 
 
 @pytest.mark.parametrize("field", ["weights", "gradients", "loss"])
@@ -112,7 +112,7 @@ def test_a_plan_whose_shapes_hold_different_things_is_refused(whole: Build, tmp_
     whole.save(tmp_path / "build")
     body = json.loads((tmp_path / "build" / "plan.json").read_text())
     del body["digest"]
-    part = body["shapes"][0]["stages"][0]["backward" if field == "gradients" else "forward"]
+    part = body["steps"][1]["stages"][0]["backward" if field == "gradients" else "forward"]
     part[field] = True if field == "loss" else [*part[field], "head.weight"]
     (tmp_path / "build" / "plan.json").write_text(signed(body))
     with pytest.raises(BuildError, match="for batches of the first shape"):
@@ -173,7 +173,7 @@ def test_totals_read_the_constants_of_their_own_shape() -> None:
     options: dict[str, Any] = {"workers": 2, "schedule": "1f1b", "microbatches": 2, "cost": "analytic"}
     build = fxpipe.compile(model_of(), weighted, batches[0], shapes=batches[1:], **options)
     for part, batch in zip(build.of_shapes, batches, strict=True):
-        assert part.plan.totals is not None
+        assert part.plan.step.totals is not None
         assert compare_with_eager(part, model_of(), weighted, batch).largest < 1e-12
 
 
@@ -259,12 +259,12 @@ def test_cuts_before_modules_hold_whatever_comes_between() -> None:
             forward_at=["two", "three"],
         ).plan
         for of_shape in plan.of_shapes:
-            assert [of_shape.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
+            assert [of_shape.step.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
 
 
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
-    assert build.plan.shapes == ()
+    assert len(build.plan.steps) == 1
     assert all(not name.endswith("_1_1.py") for name in build.files)
 
 
@@ -297,7 +297,7 @@ def test_a_shape_that_leaves_out_a_module_warns_of_nothing() -> None:
 
     batches = [torch.randn(4, 6, 4), torch.randn(4, 3, 4)]
     build = fxpipe.compile(Optional(), square, batches[0], shapes=batches, workers=2, cost="analytic")
-    assert len(build.plan.shapes) == 1
+    assert len(build.plan.steps) == 2
     assert not build.warnings
 
 
@@ -307,10 +307,10 @@ def test_the_hint_names_the_module_to_cut_before(mode: str) -> None:
     plan = build.plan
     if mode == "distinct":
         moved = dataclasses.replace(plan.stages[1], backward_units=(1, plan.stages[1].backward_units[1]))
-        plan = dataclasses.replace(plan, stages=(plan.stages[0], moved))
+        plan = plan.with_step(stages=(plan.stages[0], moved))
     one = plan.stages[1]
     backward = dataclasses.replace(one.backward, weights=(*one.backward.weights, "gru.weight_hh_l0"))
-    made = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(one, backward=backward)))
+    made = plan.with_step(stages=(plan.stages[0], dataclasses.replace(one, backward=backward)))
     with pytest.raises(CutError, match=r"backward of worker 1 reads gru\.weight_hh_l0, too") as refused:
         _check_alike(plan, made, 1)
     assert "(--fp-cut gru, so that no cut goes through it)" in str(refused.value.hint)

@@ -42,7 +42,7 @@ def test_weight_gradients_read_the_version_of_their_backward(policy: str) -> Non
 def test_a_stage_without_them_among_others_is_refused(tmp_path: Path) -> None:
     build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
     first, second = build.plan.stages
-    mixed = replace(build.plan, stages=(first, replace(second, weights=None)))
+    mixed = build.plan.with_step(stages=(first, replace(second, weights=None)))
     with pytest.raises(Malformed, match="other stages have a separate function for weight gradients"):
         consistency.check(mixed)
 

@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tracked = ("fxpipe", "passes", "cli", "docs/errors", "pyproject.toml", "README.md", "LICENSE")
     for name in tracked:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             source.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, source / name)

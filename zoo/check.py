@@ -14,22 +14,23 @@ from typing import Any
 
 import torch
 from families import ZooModel
-from fxpipe.passes import front_passes
-from fxpipe.passes.analysis.profile import glued_positions
 from torch import nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import FLOOR, Agreement, Step, compare
-from fxpipe.lowering.compare_with_eager import compare_with_eager, eager_step
+from fxpipe.lowering.agreement import Agreement, Step, agreement_of
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.eager_step import eager_step
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes import front_passes
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.pipeline import Pipeline
-from fxpipe.stages.compare import FLOOR_OF_SUMS
+from fxpipe.stages.compare import FLOOR, FLOOR_OF_SUMS
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
 
@@ -166,7 +167,7 @@ def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
 
 def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
     """Eager's step: on the whole batch if totals over it are in the loss; buffers are those of microbatches alone."""
-    whole = bool(plan.made)
+    whole = bool(plan.step.made)
     step = eager_step(plan, model, loss, batch, whole=whole)
     return dataclasses.replace(step, buffers={}) if whole else step
 
@@ -201,7 +202,7 @@ def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any, ea
             raise Failure(f"the loss is {float(loss)}")
         return _agreeing(compare_with_eager(build, model, entry.loss, batch))
     found = Step(loss, pipeline.gradients(), _buffers(pipeline))
-    return _agreeing(compare(found, eager, FLOOR_OF_SUMS if build.plan.made else FLOOR))
+    return _agreeing(agreement_of(found, eager, FLOOR_OF_SUMS if build.plan.step.made else FLOOR))
 
 
 def _buffers(pipeline: Pipeline) -> dict[str, torch.Tensor]:

@@ -25,11 +25,11 @@ from torch.distributed import TCPStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import FxpipeError
-from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.minibatch_loss import UNPROVED
 from fxpipe.lowering.steady_randomness import SteadyRandomness
+from fxpipe.stages.compare import relative_error
 from fxpipe.threads import threads
 from fxpipe.tracing.capture import autocasting
 
@@ -98,7 +98,7 @@ def _compiled(recipe: Recipe) -> tuple[Recipe, Build, str]:
     try:
         build = _build(recipe)
         notes = [build.plan.batch_norm, *(w for w in build.warnings if w.startswith(UNPROVED))]
-        said = build.plan.differs_from_whole or "; ".join(filter(None, notes))
+        said = build.plan.step.differs_from_whole or "; ".join(filter(None, notes))
     except FxpipeError as error:
         said = str(error)
     if not said:

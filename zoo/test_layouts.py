@@ -8,15 +8,15 @@ import check
 import pytest
 import torch
 from families import ZOO
-from fxpipe.passes.analysis.predicted_strides import ON_CPU, PRODUCTS, predicts
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.keep_layouts import KeepLayouts
 from relaid_calls import Call, calls, mispredicted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpipe
 from fxpipe.ir.aten import is_view_operator
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.analysis.predicted_strides import ON_CPU, PRODUCTS, predicts
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.task.batch import split
 from fxpipe.tracing.fake_strides import KernelStrides
 

@@ -46,7 +46,7 @@ class PredictionError:
             loss(model, batch).backward()
             predictor.before_step()
             optimizer.step()
-            predictor.observe()
+            predictor.after_step()
             ahead = version % self.every
             if sample and 1 <= ahead <= FURTHEST:
                 weights = _flat(parameters)

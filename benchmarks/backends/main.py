@@ -83,7 +83,7 @@ def parts(name: str, seconds: float) -> list[dict[str, Any]]:
     make, batch = (models.MODELS | models.TINY)[name]
     example = batch()
     build = fxpipe.compile(make(), models.loss, example, workers=2, cost="measured", threads=1)
-    leaves = {leaf.name: value for leaf, value in zip(build.plan.batch, example, strict=True)}
+    leaves = {leaf.name: value for leaf, value in zip(build.plan.step.batch, example, strict=True)}
     fed: dict[str, list[float]] = {}
     part = ""
     bind = Session.bind
@@ -177,10 +177,10 @@ def pipeline(file: str, rounds: int, steps: int) -> dict[str, Any]:
             for backend, found in rates.items():
                 out = folder / "out"
                 run_fxpipe("run", folder / backend, "--steps", steps, "--threads", 1, "--json", "--out", out)
-                samples = plan["batch"][0]["tensor"]["shape"][0] * plan["microbatches"]
+                samples = plan["steps"][0]["batch"][0]["tensor"]["shape"][0] * plan["microbatches"]
                 found.append(samples / minibatch_seconds(out))  # in the first fifth engines are checked, too
     ratio = statistics.median(a / e for a, e in zip(rates["auto"], rates["eager"], strict=True))
-    engines = [stage["engines"] for stage in plan["stages"]]
+    engines = [stage["engines"] for stage in plan["steps"][0]["stages"]]
     shown = ", ".join(f"{name} {statistics.median(found):.1f}" for name, found in rates.items())
     print(f"pipeline of two workers, samples/s: {shown}; auto is {ratio:.2f}× eager; engines {engines}")
     return {"rates": rates, "ratio": ratio, "engines": engines}

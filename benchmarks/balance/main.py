@@ -120,7 +120,8 @@ def run(build: Path, steps: int) -> float:
     out = build.parent / "out"
     run_fxpipe("run", build, "--steps", steps, "--threads", 1, "--json", "--out", out)
     plan = json.loads((build / "plan.json").read_text())
-    batch: int = next(leaf["tensor"]["shape"][0] for leaf in plan["batch"] if leaf["tensor"]) * plan["microbatches"]
+    leaves = plan["steps"][0]["batch"]
+    batch: int = next(leaf["tensor"]["shape"][0] for leaf in leaves if leaf["tensor"]) * plan["microbatches"]
     return batch / minibatch_seconds(out)
 
 

@@ -79,7 +79,7 @@ def measure(name: str, workers: int) -> dict[str, Any]:
     lower = lowered - captured
     return {
         "nodes": nodes,
-        "units": len(build.plan.units),
+        "units": len(build.plan.step.units),
         "capture": captured - begin,
         "lower": lower,
         "costing": max(perf_counter() - lowered - lower, 0.0),

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed import HashStore
 
 import fxpipe
 from fxpipe.checkpoint.shelf import Shelf
@@ -26,7 +25,7 @@ from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.checkpoints import ShardWriter
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.process.resume import Resumed, about_run, restore
-from fxpipe.runtime.wires.exchange import StoreExchange
+from fxpipe.runtime.wires.board import DictBoard
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.observer import Observer
 
@@ -78,8 +77,8 @@ class Ours(Observer):
         build = build.save(folder.with_name("build"))
         self.pipeline = build.local(optimizer=lambda named: adamw([p for _, p in named]))
         self.shelf = Shelf.of(folder)
-        about = about_run(self.pipeline.options, self.pipeline.recipe, self.pipeline.plan)
-        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, StoreExchange(HashStore()), True, 1, [self])
+        about = about_run(self.pipeline.job.options, self.pipeline.recipe, self.pipeline.plan)
+        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, DictBoard(), True, 1, [self])
         self.whole = threading.Event()
         self.captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
 

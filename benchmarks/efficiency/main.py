@@ -81,8 +81,8 @@ def run_single(folder: Path, steps: int) -> float:
         scope: dict[str, Any] = {}
         exec(compile(build.files[stage.file], stage.file, "exec"), scope)
         functions.append((stage, scope["forward"], scope["backward"]))
-    names = [leaf.name for leaf in build.plan.batch]
-    split = Splitter(build.plan.batch, build.plan.batch_spec, 1)
+    names = [leaf.name for leaf in build.plan.step.batch]
+    split = Splitter(build.plan.step.batch, build.plan.step.batch_spec, 1)
     parameters = {p.name: torch.nn.Parameter(build.tensors[p.name]) for p in build.plan.parameters}
     task = load_task(HERE / "model.py")
     optimizer, data = task.optimizer(list(parameters.items())), task.train_data()
@@ -132,8 +132,8 @@ def executor_overhead(steps: int) -> float:
     gradients = [torch.zeros_like(executor.store.parameters[name]) for name in spec.backward.gradients]
     saved = [None] * len(spec.forward.saved)
     nothing = {"F": lambda *_: (loss, (), saved), "B": lambda *_: gradients}
-    object.__setattr__(executor.stage, "functions", nothing)
-    executor.store.updater.step = lambda minibatch: None  # type: ignore[method-assign]
+    object.__setattr__(executor.stages[0], "functions", nothing)
+    executor.store.updater.apply = lambda minibatch: None  # type: ignore[method-assign]
     assert float(pipeline.step(data[0])) == 0.0, "the stage's own functions still run"
     for i in range(steps // 4):
         pipeline.step(data[i % len(data)])

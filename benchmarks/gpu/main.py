@@ -177,7 +177,7 @@ def be_one_end(kind: str) -> None:
     open_group(rank, 2, timedelta(minutes=5))
     backend, probe = "nccl" if kind == "cuda" else "gloo", torch.zeros(1, dtype=torch.uint8, device=device)
     for _ in range(COMMUNICATORS):
-        with peers(rank):
+        with peers():
             dist.barrier()
             free, begin = _free(kind), clock()
             group = group_among([0, 1], backend)

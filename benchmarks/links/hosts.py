@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from two_hosts import Host, two_hosts
 
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.device import read_throttle
 
 HERE = Path(__file__).resolve().parent
 PORT = 29519

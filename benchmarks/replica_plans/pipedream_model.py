@@ -15,9 +15,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.profile import Profile
-from fxpipe.planner.sums_over_runs import prefix
+from fxpipe.planner.sums_over_runs import Crossing, prefix
 
 Found = tuple[float, tuple[tuple[int, int], ...]]
 """Seconds of a minibatch, and each stage's end and replicas."""

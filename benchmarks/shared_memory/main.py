@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.wires.addresses import Way
+from fxpipe.runtime.wires.board import FolderBoard
 from fxpipe.runtime.wires.doors import prepare_meeting
 from fxpipe.runtime.wires.group import close_group, open_group, peers
 from fxpipe.runtime.wires.processes import ProcessWires
@@ -72,7 +73,7 @@ def text(times: dict[str, list[float]]) -> str:
 def measured(workers: int, rounds: int) -> dict[str, list[dict[str, list[float]]]]:
     """By who sends, for each size: the seconds of an exchange through either, by round."""
     with tempfile.TemporaryDirectory(prefix="fxpipe_shared_memory_") as folder:
-        prepare_meeting(Path(folder))
+        prepare_meeting(FolderBoard(folder))
         mp.spawn(worker, (workers, folder, rounds), nprocs=workers)
         found: dict[str, list[dict[str, list[float]]]] = json.loads((Path(folder) / "found").read_text())
     return found
@@ -82,7 +83,7 @@ def worker(rank: int, workers: int, folder: str, rounds: int) -> None:
     """One of the processes; the first writes the times."""
     reuse_freed_memory()
     torch.set_num_threads(1)
-    open_group(rank, workers, timedelta(minutes=5), folder)
+    open_group(rank, workers, timedelta(minutes=5), FolderBoard(folder))
     neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < workers]
     channels: list[Any] = [("link", i, j) for i in range(workers) for j in range(workers) if abs(i - j) == 1]
     sides = {}
@@ -114,7 +115,7 @@ def exchange(wires: ProcessWires, size: int, count: int, others: Sequence[int]) 
         other: (Way(other, ("link", wires.rank, other)), Way(other, ("link", other, wires.rank))) for other in others
     }
     pending: dict[int, deque[Any]] = {other: deque() for other in others}
-    with peers(wires.rank):
+    with peers():
         dist.barrier()
     begin, sent = perf_counter(), []
     for number in range(count + 1):
@@ -130,7 +131,7 @@ def exchange(wires: ProcessWires, size: int, count: int, others: Sequence[int]) 
     for each in sent:
         if each is not None:
             each.wait()
-    with peers(wires.rank):
+    with peers():
         dist.barrier()
     return (perf_counter() - begin) / count
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fxpipe.cli.output import print_columns
 from rich.console import Console
 
+from fxpipe.cli.output import print_columns
 from fxpipe.inspection.tables import APART as DIFFER
 from fxpipe.inspection.tables import modules
 
@@ -55,19 +55,19 @@ class _Tree:
 
     def _below(self, number: int, indent: str) -> Iterator[Module]:
         rows: list[tuple[str, tuple[int, ...]]] = [(self._name(group), group) for group in self._groups(number)]
-        own = self._own(number)
+        own_code = self._own(number)
         for i, (name, group) in enumerate(rows):
             loss = self.modules[group[0]]["path"] is None
-            if loss and own is not None:
-                yield _line(f"{indent}├ {OWN}", [own])
-                own = None
-            last = i == len(rows) - 1 and own is None
+            if loss and own_code is not None:
+                yield _line(f"{indent}├ {OWN}", [own_code])
+                own_code = None
+            last = i == len(rows) - 1 and own_code is None
             opened = len(group) == 1 and self._opens(group[0])
             yield _line(f"{indent}{'└' if last else '├'} {name}", [self.modules[m] for m in group], opened)
             if opened:
                 yield from self._below(group[0], f"{indent}{' ' if last else '│'} ")
-        if own is not None:
-            yield _line(f"{indent}└ {OWN}", [own])
+        if own_code is not None:
+            yield _line(f"{indent}└ {OWN}", [own_code])
 
     def _name(self, group: tuple[int, ...]) -> str:
         """The module's own name; if that is a number, with its parent's name before it."""
@@ -106,18 +106,18 @@ class _Tree:
     def _own(self, number: int) -> Module | None:
         """The part of a module's own code that is in none of its children, if that is on different workers."""
         module = self.modules[number]
-        found: Module = {"path": OWN, "parameters": 0, "parameter_bytes": 0, "owners": []}
+        own_code: Module = {"path": OWN, "parameters": 0, "parameter_bytes": 0, "owners": []}
         for name in ("nodes", "apart"):
-            found[name] = module[name] - sum(self.modules[child][name] for child in self.children[number])
+            own_code[name] = module[name] - sum(self.modules[child][name] for child in self.children[number])
         for phase in ("forward", "backward"):
             left = {worker: [ms, nodes] for worker, ms, nodes in module[phase]}
             for child in self.children[number]:
                 for worker, ms, nodes in self.modules[child][phase]:
                     left[worker][0] -= ms
                     left[worker][1] -= nodes
-            found[phase] = [[worker, max(ms, 0.0), nodes] for worker, (ms, nodes) in left.items() if nodes]
-        runs = found["forward"] or found["backward"]
-        return found if runs and (found["apart"] or (number and _parted(found))) else None
+            own_code[phase] = [[worker, max(ms, 0.0), nodes] for worker, (ms, nodes) in left.items() if nodes]
+        runs = own_code["forward"] or own_code["backward"]
+        return own_code if runs and (own_code["apart"] or (number and _parted(own_code))) else None
 
 
 def _places(module: Module) -> tuple[list[int], ...]:

@@ -33,9 +33,8 @@ from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import held
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import Simulation, simulate
 
 HERE = Path(__file__).parent
 CONSOLE = Console()
@@ -109,7 +108,7 @@ def compiled() -> Example:
 def cuts(example: Example) -> Picture:
     """The units in two lanes, forward above backward, in the colours of their workers, and what crosses."""
     plan, column, left, box = example.plan, 132, 84, 74
-    assert [path or "-" for path in plan.units] == ["a", "-", "b", "-", "c", "-"]
+    assert [path or "-" for path in plan.step.units] == ["a", "-", "b", "-", "c", "-"]
     names = ("a", "tanh", "b", "tanh", "c", "loss")
     picture = Picture(
         left + column * len(names) - 16, 300, "Forward and backward cut apart", "Two lanes of units: forward is cut "

@@ -13,15 +13,14 @@ from typing import Any
 
 import letters
 import torch
-from fxpipe.passes import default_passes
 from page import Page, changes, kept
 from torch import nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program, info, unit_name
-from fxpipe.ir.transform import Applied, run_passes
+from fxpipe.ir.transform import Applied
 from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.planner.cuts import Cuts
 from fxpipe.policy import make as make_policy
@@ -59,8 +58,10 @@ def main(page: Page) -> None:
 
     program = captured(page, net, data)
     walk = Walk(page, program)
-    run_passes(program, walk.passes, [walk.show])
-    build = planned(page, program)
+    cut = {"workers": 2, "schedule": "1f1b", "cuts": CUTS, "split_backward": True, "cost": "analytic"}
+    fxpipe.lower(program, **cut, microbatches=1, observers=[walk.show])
+    build = fxpipe.lower(program, **cut, microbatches=2)
+    planned(page, build)
     ordinary(page, build, net, data)
     asynchronous(page, net, data)
     page.heading("The same from the command line")
@@ -99,7 +100,6 @@ class Walk:
         self.page = page
         self.program = program  # before the pass that is shown
         self.expected = program.run()
-        self.passes = default_passes(CUTS, split_backward=True)
 
     def show(self, applied: Applied) -> None:
         self.page.heading(f"Pass {applied.number}: {applied.step.name}")
@@ -265,11 +265,8 @@ def interface(program: Program) -> list[str]:
     return lines
 
 
-def planned(page: Page, program: Program) -> Build:
+def planned(page: Page, build: Build) -> None:
     page.heading("The plan")
-    build = fxpipe.lower(
-        program, workers=2, microbatches=2, schedule="1f1b", cuts=CUTS, split_backward=True, cost="analytic"
-    )
     page.say("""
         `fxpipe.lower` runs these passes and makes the build: the stages, the initial weights and the plan. The plan is
         all that a worker needs to know about the others. The owners of the parameters:
@@ -297,7 +294,6 @@ def planned(page: Page, program: Program) -> Build:
     page.table(
         ("", "owns", "copies", "saved a microbatch", "in flight"), (worker_row(worker) for worker in build.workers)
     )
-    return build
 
 
 def worker_row(worker: WorkerSummary) -> tuple[str, ...]:

@@ -70,8 +70,8 @@ class Epochs:
 
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
         while several := list(islice(batches, self._size)):
-            made = joined(several)
-            yield JoinedBatches(made, len(several) / self._size) if self._ragged() else made
+            one = joined(several)
+            yield JoinedBatches(one, len(several) / self._size) if self._ragged() else one
 
     def _ragged(self) -> bool:
         try:
@@ -126,7 +126,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 def _alike(row: Sequence[Any]) -> Any:
-    if any(not torch.equal(each, row[0]) if isinstance(each, Tensor) else each != row[0] for each in row[1:]):
+    if any(not torch.equal(item, row[0]) if isinstance(item, Tensor) else item != row[0] for item in row[1:]):
         raise ValueError(f"{row[0]!r} is another one in each")
     return row[0]
 

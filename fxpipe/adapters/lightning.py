@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.adapters.epochs import Epochs, epochs
-from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, names_of_all, validated
 from fxpipe.adapters.lightning_trainer import TrainerSettings
 from fxpipe.adapters.said_once import is_first_process
@@ -26,7 +25,7 @@ from fxpipe.errors import TaskError
 from fxpipe.messages import warn
 from fxpipe.task.first_batches import at_most
 from fxpipe.task.meta import on_meta
-from fxpipe.task.what_trains import freezes_or_thaws
+from fxpipe.task.what_trains import freezes_or_thaws, freezing_methods
 from fxpipe.torch_private import PARAMETERS, FakeTensorMode
 
 NEVER_CALLED = (
@@ -91,37 +90,38 @@ def lightning_hooks(
 
     @functools.cache
     def source() -> Any:
-        made: Any = module() if data is None else data()
+        provider: Any = module() if data is None else data()
         for name, loader in loaders.items():
-            setattr(made, name, loader if callable(loader) else lambda loader=loader: loader)
-        made.prepare_data()
-        made.setup("fit")
-        return made
+            setattr(provider, name, loader if callable(loader) else lambda loader=loader: loader)
+        provider.prepare_data()
+        provider.setup("fit")
+        return provider
 
     def make() -> nn.Module:
-        made: nn.Module = module()
-        made.configure_model()  # type: ignore[operator]
-        if not made.automatic_optimization:
+        instance: nn.Module = module()
+        instance.configure_model()  # type: ignore[operator]
+        if not instance.automatic_optimization:
             raise TaskError(
-                f"{type(made).__name__} optimizes by hand (automatic_optimization = False)",
+                f"{type(instance).__name__} optimizes by hand (automatic_optimization = False)",
                 hint="a pipeline steps the optimizer itself: let training_step() return the loss",
             )
-        return made
+        return instance
 
     @functools.lru_cache(maxsize=1)
-    def asked(time: int) -> Any:
-        made = source().train_dataloader()
+    def loader_at(time: int) -> Any:
+        batches = source().train_dataloader()
         if time:  # Lightning makes an iterator when it is given a loader, and, but for the first epoch, another one
-            iter(made)
-        return made
+            iter(batches)
+        return batches
 
     def loader(epoch: int) -> Any:
-        found = asked(epoch // reload_every if reload_every else 0)
-        samplers: list[Any] = [getattr(of, "sampler", None) for of in (found, getattr(found, "batch_sampler", None))]
+        batches = loader_at(epoch // reload_every if reload_every else 0)
+        owners = (batches, getattr(batches, "batch_sampler", None))
+        samplers: list[Any] = [getattr(owner, "sampler", None) for owner in owners]
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return found
+        return batches
 
     @functools.cache
     def train_data() -> Epochs:
@@ -129,24 +129,25 @@ def lightning_hooks(
 
     def eval_data() -> Iterable[Any]:
         batches = source().val_dataloader()
-        if isinstance(batches, (list, tuple)) and len(batches) != 1:
-            raise TaskError(
-                f"val_dataloader() returned {len(batches)} loaders, and a model file has one", hint="return one of them"
-            )
-        found = batches[0] if isinstance(batches, (list, tuple)) else batches
-        most = trainer["limit_val_batches"]
-        return found if most is None else islice(found, at_most(len(found) if isinstance(most, float) else most, most))
+        if isinstance(batches, (list, tuple)):
+            if len(batches) != 1:
+                what = f"val_dataloader() returned {len(batches)} loaders, and a model file has one"
+                raise TaskError(what, hint="return one of them")
+            [batches] = batches
+        if (most := trainer["limit_val_batches"]) is None:
+            return batches
+        return islice(batches, at_most(len(batches) if isinstance(most, float) else most, most))
 
     @functools.cache
     def a_step() -> Validated:
         """What `validation_step` does with the first batch, of which nothing is computed."""
-        made, batch = on_meta(module).model.eval(), next(iter(eval_data()))
+        meta_model, batch = on_meta(module).model.eval(), next(iter(eval_data()))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            for part in made.modules():
+            for part in meta_model.modules():
                 part.__dict__[PARAMETERS].update(
                     {n: torch.empty_like(p, device="cpu") for n, p in part.named_parameters(recurse=False)}
                 )
-            return validated(made, batch)
+            return validated(meta_model, batch)
 
     def measured(model: Any, batch: Any) -> dict[str, Any]:
         return metrics_of(model, batch)
@@ -158,10 +159,10 @@ def lightning_hooks(
 
     def optimizer(named_parameters: list[tuple[str, nn.Parameter]], model: Any) -> torch.optim.Optimizer:
         model._trainer = FitFacts(train_data, trainer)
-        made, scheduler = _configured(model.configure_optimizers())
-        counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature cannot be read
-        made.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
-        return made
+        torch_optimizer, scheduler = _configured(model.configure_optimizers())
+        counted = torch_optimizer.__dict__.pop("step", None)  # the scheduler's own, whose signature cannot be read
+        torch_optimizer.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
+        return torch_optimizer
 
     def lr_scheduler(optimizer: Any) -> Any:
         scheduler, counted = optimizer.lightning_scheduler
@@ -210,7 +211,7 @@ class FitFacts:
         return min(whole, self.max_steps) if self.max_steps > 0 else whole
 
 
-def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
+def _configured(form: Any) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer, and what `lr_scheduler()` returns, of the forms that `configure_optimizers` may return.
 
     Raises:
@@ -218,34 +219,34 @@ def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
     """
     schedulers: Any = []
     monitor = None
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (list, tuple)):
-        made, schedulers = made
-    if isinstance(made, (list, tuple)) and len(made) == 1:
-        [made] = made
-    if isinstance(made, dict):
-        schedulers = [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
-        monitor = made.get("monitor")
-        made = made["optimizer"]
-    if not isinstance(made, torch.optim.Optimizer) or len(schedulers) > 1:
+    if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], (list, tuple)):
+        form, schedulers = form
+    if isinstance(form, (list, tuple)) and len(form) == 1:
+        [form] = form
+    if isinstance(form, dict):
+        schedulers = [form["lr_scheduler"]] if form.get("lr_scheduler") is not None else []
+        monitor = form.get("monitor")
+        form = form["optimizer"]
+    if not isinstance(form, torch.optim.Optimizer) or len(schedulers) > 1:
         raise TaskError(
-            f"configure_optimizers() returned {_kinds(made)} and {len(schedulers)} schedulers",
+            f"configure_optimizers() returned {_kinds(form)} and {len(schedulers)} schedulers",
             hint="return one optimizer, and one scheduler or none",
         )
     if not schedulers:
-        return made, None
+        return form, None
     [scheduler] = schedulers
     if not isinstance(scheduler, dict):
         scheduler = {"scheduler": scheduler}
     if scheduler.get("frequency", 1) != 1:
         raise TaskError("a scheduler's frequency is not followed", hint="leave it 1, and make the schedule slower")
     if isinstance(scheduler["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return made, (scheduler["scheduler"], _monitored(scheduler.get("monitor", monitor), scheduler.get("interval")))
+        return form, (scheduler["scheduler"], _monitored(scheduler.get("monitor", monitor), scheduler.get("interval")))
     if scheduler.get("reduce_on_plateau"):
         raise TaskError(
             f"reduce_on_plateau is True, and {type(scheduler['scheduler']).__name__} is no ReduceLROnPlateau",
             hint="leave it out, or return torch's ReduceLROnPlateau",
         )
-    return made, (scheduler["scheduler"], scheduler.get("interval", "epoch"))
+    return form, (scheduler["scheduler"], scheduler.get("interval", "epoch"))
 
 
 def _monitored(monitor: Any, interval: Any) -> str:
@@ -260,8 +261,8 @@ def _monitored(monitor: Any, interval: Any) -> str:
     return monitor
 
 
-def _kinds(made: Any) -> str:
-    return ", ".join(type(part).__name__ for part in made) if isinstance(made, (list, tuple)) else type(made).__name__
+def _kinds(form: Any) -> str:
+    return ", ".join(type(part).__name__ for part in form) if isinstance(form, (list, tuple)) else type(form).__name__
 
 
 def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:
@@ -274,24 +275,24 @@ def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:
         )
 
 
-def _validates(model: Any, data: Callable[[], Any] | None, given: bool) -> bool:
+def _validates(model: Any, data: Callable[[], Any] | None, has_loader: bool) -> bool:
     """Whether there are data to validate on and a step for them; warns of what is never called."""
     source = model if data is None else data()
     unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
     called = ("on_validation_epoch_end",) if metrics_in(model) else ()  # with the metrics of all batches
     defined = [name for name in unheard if name not in called and _overrides(model, name)]
-    if found := freezing(type(model), defined):
-        raise freezes_or_thaws(f"{type(model).__name__}.{found[0]}", "parameters")
+    if names := freezing_methods(type(model), defined):
+        raise freezes_or_thaws(f"{type(model).__name__}.{names[0]}", "parameters")
     if defined and is_first_process():
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
-    return _overrides(model, "validation_step") and (given or _overrides(source, "val_dataloader"))
+    return _overrides(model, "validation_step") and (has_loader or _overrides(source, "val_dataloader"))
 
 
-def _overrides(found: Any, name: str) -> bool:
-    return getattr(type(found), name, None) is not getattr(_base(found), name, None)
+def _overrides(owner: Any, name: str) -> bool:
+    return getattr(type(owner), name, None) is not getattr(_base(owner), name, None)
 
 
-def _base(found: Any) -> type | None:
+def _base(owner: Any) -> type | None:
     """Lightning's own class: that of the package lightning, or of pytorch_lightning."""
-    kinds = [kind for kind in type(found).__mro__ if kind.__name__ in ("LightningModule", "LightningDataModule")]
+    kinds = [kind for kind in type(owner).__mro__ if kind.__name__ in ("LightningModule", "LightningDataModule")]
     return kinds[0] if kinds else None

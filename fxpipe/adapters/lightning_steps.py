@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe import user_lines
 from fxpipe.adapters.epochs import JoinedBatches
 from fxpipe.adapters.said_once import warn_once
 from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch
-from fxpipe.tracing import user_lines
 from fxpipe.tracing.step_metrics import TAKEN
 
 
@@ -46,18 +46,18 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     share: float | None = None
     if isinstance(batch, JoinedBatches):
         batch, share = batch
-    found: list[Logged] = []
-    with _logging(model, found.append), in_place(model, {path: StandIn(path, []) for path in metrics_in(model)}):
-        made = _step(model.training_step, batch)
-    loss: Tensor = made["loss"] if isinstance(made, dict) else made
-    heard = [each for each in found if each.value is not loss]
+    entries: list[Logged] = []
+    with _logging(model, entries.append), in_place(model, {path: StandIn(path, []) for path in metrics_in(model)}):
+        result = _step(model.training_step, batch)
+    loss: Tensor = result["loss"] if isinstance(result, dict) else result
+    heard = [entry for entry in entries if entry.value is not loss]
     reasons: dict[str, list[str]] = {}
     metrics: dict[str, Tensor] = {}
-    for each in heard:
-        if (reason := _not_kept(each)) is None:
-            metrics[each.name] = each.value.detach().reshape(())
+    for entry in heard:
+        if (reason := _not_kept(entry)) is None:
+            metrics[entry.name] = entry.value.detach().reshape(())
         else:
-            reasons.setdefault(reason, []).append(each.name)
+            reasons.setdefault(reason, []).append(entry.name)
     for reason, names in reasons.items():
         warn_once(f"{type(model).__name__}.training_step logs {_quoted(names)}: {reason}, so it is not kept")
     if share is not None:
@@ -75,9 +75,9 @@ class Validated:
     @property
     def numbers(self) -> dict[str, Any]:
         """What is logged of the batch alone; one number each, which a tensor with dimensions may be."""
-        found = {each.name: each.value for each in self.logged if not isinstance(each.value, (StandIn, OfBatch))}
-        one = {name for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1}
-        return {name: value.reshape(()) if name in one else value for name, value in found.items()}
+        values = {entry.name: entry.value for entry in self.logged if not isinstance(entry.value, (StandIn, OfBatch))}
+        one = {name for name, value in values.items() if isinstance(value, Tensor) and value.numel() == 1}
+        return {name: value.reshape(()) if name in one else value for name, value in values.items()}
 
 
 def validated(model: nn.Module, batch: Any) -> Validated:
@@ -86,25 +86,25 @@ def validated(model: nn.Module, batch: Any) -> Validated:
     Raises:
         TaskError: it gives nothing.
     """
-    found, calls = list[Logged](), list[MetricCall]()
-    with _logging(model, found.append), in_place(model, {path: StandIn(path, calls) for path in metrics_in(model)}):
+    entries, calls = list[Logged](), list[MetricCall]()
+    with _logging(model, entries.append), in_place(model, {path: StandIn(path, calls) for path in metrics_in(model)}):
         _step(model.validation_step, batch)
-    if not found and not calls:
+    if not entries and not calls:
         raise TaskError("validation_step() has logged nothing", hint='self.log("val_loss", loss)')
-    return Validated(found, calls)
+    return Validated(entries, calls)
 
 
 def metrics_of(model: nn.Module, batch: Any) -> dict[str, Any]:
     """What `validation_step` logs of a batch, and what it gives metrics of torchmetrics, for `metrics_of_all`."""
-    made = validated(model, batch)
-    found = [each for each in made.logged if each.name in made.numbers]
-    if others := [each.name for each in found if not each.averaged]:
+    step = validated(model, batch)
+    entries = [entry for entry in step.logged if entry.name in step.numbers]
+    if others := [entry.name for entry in entries if not entry.averaged]:
         warn_once(
             f"{type(model).__name__}.validation_step logs {_quoted(others)} with a reduce_fx of its own: here the mean "
             "over batches is taken"
         )
-    gathered = {name: value for place, call in enumerate(made.calls) for name, value in call.tensors(place).items()}
-    return made.numbers | gathered | ({SIZE: torch.full((1,), _size(batch))} if gathered else {})
+    gathered = {name: value for place, call in enumerate(step.calls) for name, value in call.tensors(place).items()}
+    return step.numbers | gathered | ({SIZE: torch.full((1,), _size(batch))} if gathered else {})
 
 
 SIZE = "batch size"
@@ -115,48 +115,48 @@ def _size(batch: Any) -> int:
     return next((len(value) for value in Batch.of(batch).values if isinstance(value, Tensor) and value.dim()), 1)
 
 
-def metrics_of_all(model: Any, made: Validated, gathered: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
-    """What an epoch of validation logs of metrics of torchmetrics.
+def metrics_of_all(model: Any, step: Validated, gathered: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    """What an epoch of step logs of metrics of torchmetrics.
 
     Args:
         model: has these metrics; not its parameters' values.
-        made: what its step does with a batch.
+        step: what its step does with a batch.
         gathered: what `metrics_of` has returned for each batch.
     """
     batches = [dict(zip(gathered, row, strict=True)) for row in zip(*gathered.values(), strict=True)]
-    wanted = {each.value.call for each in made.logged if isinstance(each.value, OfBatch)}
-    metrics, values = replayed(model, made.calls, batches, wanted)
-    found: dict[str, Any] = {}
-    for each in made.logged:
-        if isinstance(each.value, StandIn):
-            found |= _named(each.name, metrics[each.value.path].compute())
-        elif isinstance(each.value, OfBatch):
+    places = {entry.value.call for entry in step.logged if isinstance(entry.value, OfBatch)}
+    metrics, values = replayed(model, step.calls, batches, places)
+    results: dict[str, Any] = {}
+    for entry in step.logged:
+        if isinstance(entry.value, StandIn):
+            results |= _named(entry.name, metrics[entry.value.path].compute())
+        elif isinstance(entry.value, OfBatch):
             sizes = [float(batch[SIZE]) for batch in batches]
-            rows = [_named(each.name, value) for value in values[each.value.call]]
+            rows = [_named(entry.name, value) for value in values[entry.value.call]]
             means = {n: sum(s * float(row[n]) for s, row in zip(sizes, rows, strict=True)) for n in rows[0]}
-            found |= {name: total / sum(sizes) for name, total in means.items()}
+            results |= {name: total / sum(sizes) for name, total in means.items()}
     logged: list[Logged] = []
     with _logging(model, logged.append), in_place(model, metrics):
         model.on_validation_epoch_end()
-    for each in logged:
-        found |= _named(each.name, each.value.compute() if hasattr(each.value, "compute") else each.value)
-    return found
+    for entry in logged:
+        results |= _named(entry.name, entry.value.compute() if hasattr(entry.value, "compute") else entry.value)
+    return results
 
 
-def names_of_all(model: Any, made: Validated) -> tuple[str, ...]:
+def names_of_all(model: Any, step: Validated) -> tuple[str, ...]:
     """The names of what `metrics_of_all` returns; none if they are not known: `on_validation_epoch_end` may log more.
 
     Metrics see a batch of ones.
     """
-    given = {name: t for place, call in enumerate(made.calls) for name, t in call.tensors(place).items()}
-    ones = {name: torch.ones(t.shape, dtype=t.dtype) for name, t in given.items()}
+    tensors = {name: t for place, call in enumerate(step.calls) for name, t in call.tensors(place).items()}
+    ones = {name: torch.ones(t.shape, dtype=t.dtype) for name, t in tensors.items()}
     if not ones or user_lines.is_own(model.on_validation_epoch_end.__code__.co_filename):
         return ()
     gathered = {name: [value] for name, value in ones.items()} | {SIZE: [torch.ones(1)]}
     try:
         with warnings.catch_warnings(), random_state_kept():
             warnings.simplefilter("ignore")
-            return tuple(metrics_of_all(model, made, gathered))
+            return tuple(metrics_of_all(model, step, gathered))
     except Exception:  # a metric for which ones are no values
         return ()
 
@@ -166,15 +166,15 @@ def _named(name: str, value: Any) -> dict[str, Any]:
     return {name: value} if name else dict(value)
 
 
-def _not_kept(each: Logged) -> str | None:
+def _not_kept(entry: Logged) -> str | None:
     """Why a line of `metrics.jsonl` cannot have this."""
-    if isinstance(each.value, (StandIn, OfBatch)):
+    if isinstance(entry.value, (StandIn, OfBatch)):
         return "a metric of torchmetrics adds up over an epoch's batches"
-    if not isinstance(each.value, Tensor):
+    if not isinstance(entry.value, Tensor):
         return "a Python number would be a constant of the build"
-    if each.name in TAKEN:
+    if entry.name in TAKEN:
         return "a run has a number of its own by that name"
-    if each.on_step is False and not each.averaged:
+    if entry.on_step is False and not entry.averaged:
         return "metrics.jsonl has each step's value, and none that reduce_fx makes of an epoch's"
     return None
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.adapters.freezing import freezing
 from fxpipe.errors import TaskError, near
-from fxpipe.task.what_trains import AGAIN
+from fxpipe.task.what_trains import AGAIN, freezing_methods
 
 REFUSED = {
     "fast_dev_run": "fxpipe run --steps N",
@@ -67,22 +66,21 @@ class TrainerSettings:
     defaults: Mapping[str, Any]
 
     @staticmethod
-    def of(given: Mapping[str, Any], base: type) -> TrainerSettings:
+    def of(keywords: Mapping[str, Any], base: type) -> TrainerSettings:
         """Check the keywords of the Trainer that belongs to Lightning's own class of modules."""
         library = importlib.import_module(base.__module__.partition(".core")[0])
         defaults = {name: p.default for name, p in inspect.signature(library.Trainer).parameters.items()}
-        for name in given:
+        for name in keywords:
             if name not in defaults:
                 raise TaskError(
                     f"Trainer takes no {name!r}{near(name, list(defaults))}",
                     hint="data=, train_dataloaders= and val_dataloaders= take what fit() is given",
                 )
-        callbacks = given.get("callbacks") or []
-        made = TrainerSettings(
-            {**given, "callbacks": list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]}, defaults
-        )
-        made._refuse()
-        return made
+        callbacks = keywords.get("callbacks") or []
+        several = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        settings = TrainerSettings({**keywords, "callbacks": several}, defaults)
+        settings._refuse()
+        return settings
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults.get(name))
@@ -94,22 +92,23 @@ class TrainerSettings:
 
     def callback(self, kind: str) -> Any:
         """The first callback of a kind; None if there is none."""
-        return next((each for each in self["callbacks"] if kind in _kinds(each)), None)
+        return next((callback for callback in self["callbacks"] if kind in _kinds(callback)), None)
 
     def _refuse(self) -> None:
-        found = [f"{name}={self[name]!r}: {cure}" for name, cure in REFUSED.items() if self[name]]
+        refusals = [f"{name}={self[name]!r}: {cure}" for name, cure in REFUSED.items() if self[name]]
         if self["gradient_clip_val"] and str(self["gradient_clip_algorithm"] or "norm") == "value":
-            found.append("gradient_clip_algorithm='value': gradients are clipped by their norm")
+            refusals.append("gradient_clip_algorithm='value': gradients are clipped by their norm")
         if str(self["precision"] or 32) not in AUTOCAST:
-            found.append(f"precision={self['precision']!r}: let the factory make the module of that type")
-        for each in self["callbacks"]:
-            found += [
-                f"{type(each).__name__}: {cure}" for kind, cure in CHANGES_TRAINING.items() if kind in _kinds(each)
+            refusals.append(f"precision={self['precision']!r}: let the factory make the module of that type")
+        for callback in self["callbacks"]:
+            name = type(callback).__name__
+            refusals += [f"{name}: {cure}" for kind, cure in CHANGES_TRAINING.items() if kind in _kinds(callback)]
+            refusals += [
+                f"{name}.{method} changes requires_grad: {AGAIN}" for method in freezing_methods(type(callback))
             ]
-            found += [f"{type(each).__name__}.{name} changes requires_grad: {AGAIN}" for name in freezing(type(each))]
-        if found:
+        if refusals:
             raise TaskError(
-                "Trainer is given what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)
+                "Trainer is given what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(refusals)
             )
 
     def not_followed(self) -> Iterator[str]:
@@ -123,9 +122,10 @@ class TrainerSettings:
                 "Lightning it is the mean over its batches, also where the last one is smaller"
             )
         stops, saves = self.callback("EarlyStopping"), self.callback("ModelCheckpoint")
-        for each in self["callbacks"]:
-            if each is not stops and each is not saves and not any(kind in _kinds(each) for kind in SILENT):
-                yield f"{type(each).__name__} of Trainer is not called: a model file has on_step, on_eval and on_epoch"
+        for callback in self["callbacks"]:
+            if callback is not stops and callback is not saves and not any(kind in _kinds(callback) for kind in SILENT):
+                name = type(callback).__name__
+                yield f"{name} of Trainer is not called: a model file has on_step, on_eval and on_epoch"
         for name in ("stopping_threshold", "divergence_threshold"):
             if (value := getattr(stops, name, None)) is not None:
                 yield f"{name}={value!r} of EarlyStopping is not followed: on_eval of a model file can end a run"
@@ -153,16 +153,16 @@ class TrainerSettings:
         def updates() -> int:
             return -(-batches() // self.joined)
 
-        found = {"seed": _seed(), "clip_norm": self["gradient_clip_val"] or None, **self._length(updates)}
+        options = {"seed": _seed(), "clip_norm": self["gradient_clip_val"] or None, **self._length(updates)}
         if (stops := self.callback("EarlyStopping")) is not None and validates:
-            found["patience"], found["patience_metric"] = stops.patience, signed(stops.monitor, stops.mode == "max")
-            found["min_delta"] = abs(stops.min_delta)
+            options["patience"], options["patience_metric"] = stops.patience, signed(stops.monitor, stops.mode == "max")
+            options["min_delta"] = abs(stops.min_delta)
         if (saves := self.callback("ModelCheckpoint")) is not None:
             if saves.monitor is not None and saves.save_top_k and validates:
-                found["save_best"] = signed(saves.monitor, saves.mode == "max")
+                options["save_best"] = signed(saves.monitor, saves.mode == "max")
             if saves.monitor is None or saves.save_last:
-                found |= {"checkpoint_every": _interval(saves, updates), "keep": max(saves.save_top_k, 1)}
-        return found | {"eval_every": self._eval_every(updates, batches) if validates else None}
+                options |= {"checkpoint_every": _interval(saves, updates), "keep": max(saves.save_top_k, 1)}
+        return options | {"eval_every": self._eval_every(updates, batches) if validates else None}
 
     def _length(self, updates: Callable[[], int]) -> dict[str, int]:
         """How long to train; by a number of steps where both are limits, and a Trainer stops at the first."""
@@ -187,11 +187,11 @@ class TrainerSettings:
         evenly = whole % self.joined == 0 if epochs is None else epochs == 1 and whole and every and whole % every == 0
         if evenly and every and every % self.joined == 0:
             return every // self.joined
-        asked = f" with check_val_every_n_epoch={epochs}" if epochs not in (None, 1) else ""
+        clause = f" with check_val_every_n_epoch={epochs}" if epochs not in (None, 1) else ""
         many = f"updates of {self.joined} batches" if self.joined > 1 else "batches"
         other = max(every // self.joined, 1) * self.joined
         raise TaskError(
-            f"val_check_interval={interval!r}{asked} does not evaluate after equal numbers of {many}, in epochs of "
+            f"val_check_interval={interval!r}{clause} does not evaluate after equal numbers of {many}, in epochs of "
             f"{whole or 'an unknown number of'} batches",
             hint="val_check_interval=1.0 evaluates after each epoch"
             if whole % self.joined

@@ -34,13 +34,13 @@ class MetricCall:
         Args:
             place: of the call among those of its step.
         """
-        found = {}
+        tensors = {}
         for number, value in enumerate(pytree.tree_leaves(self.arguments)):
             if isinstance(value, (bool, int, float)):
                 value = torch.full((1,), value, dtype=torch.float64 if isinstance(value, float) else None)
             if isinstance(value, Tensor):
-                found[f"{self.metric}({place}).{number}"] = value if value.dim() else value.reshape(1)
-        return found
+                tensors[f"{self.metric}({place}).{number}"] = value if value.dim() else value.reshape(1)
+        return tensors
 
     def of(self, place: int, gathered: Mapping[str, Tensor]) -> tuple[Any, Any]:
         """The arguments of one batch."""
@@ -50,8 +50,8 @@ class MetricCall:
             if value is not None:
                 leaves[number] = value.reshape(()) if isinstance(like, Tensor) and not like.dim() else value
                 leaves[number] = leaves[number] if isinstance(like, Tensor) else type(like)(value.item())
-        made: tuple[Any, Any] = pytree.tree_unflatten(leaves, tree)
-        return made
+        arguments: tuple[Any, Any] = pytree.tree_unflatten(leaves, tree)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class StandIn(nn.Module):
 
 def metrics_in(model: nn.Module) -> dict[str, nn.Module]:
     """The metrics and collections of a model by their paths, without those inside of others."""
-    found: dict[str, nn.Module] = {}
+    metrics: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.partition(".")[0] == "torchmetrics"}
-        if kinds & {"Metric", "MetricCollection"} and not any(path.startswith(f"{outer}.") for outer in found):
-            found[path] = module
-    return found
+        if kinds & {"Metric", "MetricCollection"} and not any(path.startswith(f"{outer}.") for outer in metrics):
+            metrics[path] = module
+    return metrics
 
 
 @contextmanager
@@ -113,17 +113,17 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def replayed(
-    model: nn.Module, calls: Sequence[MetricCall], batches: Sequence[Mapping[str, Tensor]], wanted: Collection[int]
+    model: nn.Module, calls: Sequence[MetricCall], batches: Sequence[Mapping[str, Tensor]], places: Collection[int]
 ) -> tuple[dict[str, Any], dict[int, list[Any]]]:
     """Copies of the metrics of a model that have seen all batches, and the values of some calls for each batch."""
     metrics: dict[str, Any] = {path: copy.deepcopy(metric) for path, metric in metrics_in(model).items()}
     for metric in metrics.values():
         metric.reset()
-    values: dict[int, list[Any]] = {place: [] for place in wanted}
+    values: dict[int, list[Any]] = {place: [] for place in places}
     for batch in batches:
         for place, call in enumerate(calls):
             args, kwargs = call.of(place, batch)
-            if place in wanted:
+            if place in places:
                 values[place].append(metrics[call.metric](*args, **kwargs))
             else:
                 metrics[call.metric].update(*args, **kwargs)

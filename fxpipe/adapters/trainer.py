@@ -126,14 +126,14 @@ def refuse(args: Any) -> None:
     Raises:
         TaskError: there is something; all of it is named.
     """
-    found = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
+    texts = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
     if str(args.optim.value) not in OPTIMIZERS:
-        found.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
+        texts.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
     if args.lr_scheduler_type.value == "greedy":
-        found.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
-    if found:
+        texts.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
+    if texts:
         raise TaskError(
-            "TrainingArguments ask for what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)
+            "TrainingArguments ask for what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(texts)
         )
 
 
@@ -145,9 +145,9 @@ def best_metric(args: Any) -> str:
 def unheard(args: Any, callbacks: Sequence[Any]) -> Iterator[str]:
     """Each argument that is not the default and that nothing here follows, with what to do instead."""
     stops = _early_stopping(callbacks)
-    for each in callbacks:
-        if stops is None or _kind(each) is not type(stops):
-            yield f"{_kind(each).__name__} of Trainer is not called: a model file has on_step, on_eval and on_epoch"
+    for callback in callbacks:
+        if stops is None or _kind(callback) is not type(stops):
+            yield f"{_kind(callback).__name__} of Trainer is not called: a model file has on_step, on_eval and on_epoch"
     if stops is not None and stops.early_stopping_threshold:
         yield "early_stopping_threshold is --min-delta: more than that over the last improvement, not over the best"
     for field in dataclasses.fields(args):
@@ -187,25 +187,25 @@ def run_options(args: Any, callbacks: Sequence[Any], evaluates: bool, updates: C
     """
     epochs = args.num_train_epochs
     whole = args.max_steps <= 0 and epochs == int(epochs)
-    found = {
+    options = {
         "seed": args.seed,
         "epochs": int(epochs) if whole else None,
         "steps": None if whole else updates(),
         "clip_norm": args.max_grad_norm or None,
         "checkpoint_every": _every(args.save_strategy.value, args.save_steps, updates),
     }
-    if found["checkpoint_every"] and args.save_total_limit:
-        found["keep"] = args.save_total_limit
+    if options["checkpoint_every"] and args.save_total_limit:
+        options["keep"] = args.save_total_limit
     if not evaluates:
-        return found
-    found["eval_every"] = _every(args.eval_strategy.value, args.eval_steps, updates)
+        return options
+    options["eval_every"] = _every(args.eval_strategy.value, args.eval_steps, updates)
     best = f"{'+' if args.greater_is_better else '-'}{best_metric(args)}"
     if args.load_best_model_at_end or args.save_strategy.value == "best":
-        found["save_best"] = best
+        options["save_best"] = best
     if (stops := _early_stopping(callbacks)) is not None:
-        found |= {"patience": stops.early_stopping_patience, "patience_metric": best}
-        found["min_delta"] = stops.early_stopping_threshold or None
-    return found
+        options |= {"patience": stops.early_stopping_patience, "patience_metric": best}
+        options["min_delta"] = stops.early_stopping_threshold or None
+    return options
 
 
 def _every(strategy: str, steps: float | None, updates: Callable[[], int]) -> str | None:
@@ -217,9 +217,9 @@ def _every(strategy: str, steps: float | None, updates: Callable[[], int]) -> st
 
 def _early_stopping(callbacks: Sequence[Any]) -> Any:
     """The first EarlyStoppingCallback, which may be given as its class; None if there is none."""
-    for each in callbacks:
-        if any(kind.__name__ == "EarlyStoppingCallback" for kind in _kind(each).__mro__):
-            return each() if isinstance(each, type) else each
+    for callback in callbacks:
+        if any(kind.__name__ == "EarlyStoppingCallback" for kind in _kind(callback).__mro__):
+            return callback() if isinstance(callback, type) else callback
     return None
 
 

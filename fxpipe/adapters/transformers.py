@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxpipe.adapters.epochs import Epochs, epochs
-from fxpipe.adapters.freezing import freezing
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
-from fxpipe.task.what_trains import freezes_or_thaws
+from fxpipe.task.what_trains import freezes_or_thaws, freezing_methods
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """The names of parameters without weight decay, in addition to those of LayerNorm, as in `Trainer`."""
@@ -79,9 +78,9 @@ def trainer_hooks(
     from transformers.trainer_pt_utils import get_parameter_names
 
     args = _arguments(args)
-    for kind in (each if isinstance(each, type) else type(each) for each in callbacks):
-        if found := freezing(kind):
-            raise freezes_or_thaws(f"{kind.__name__}.{found[0]}", "parameters")
+    for kind in (callback if isinstance(callback, type) else type(callback) for callback in callbacks):
+        if names := freezing_methods(kind):
+            raise freezes_or_thaws(f"{kind.__name__}.{names[0]}", "parameters")
     collator = data_collator or default_data_collator
     if data_collator is None and hasattr(processing_class, "pad"):
         collator = DataCollatorWithPadding(processing_class)
@@ -92,15 +91,15 @@ def trainer_hooks(
         return on_meta(model).model
 
     def make_model() -> nn.Module:
-        made = model()
+        instance = model()
         if args.gradient_checkpointing:
-            made.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)  # type: ignore[operator]
-        return made
+            instance.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)  # type: ignore[operator]
+        return instance
 
     def collate(samples: list[Any]) -> Any:
         if args.remove_unused_columns and isinstance(samples[0], dict):
-            known = _columns(skeleton(), args)
-            samples = [{key: value for key, value in sample.items() if key in known} for sample in samples]
+            columns = _columns(skeleton(), args)
+            samples = [{key: value for key, value in sample.items() if key in columns} for sample in samples]
         return collator(samples)
 
     workers: dict[str, Any] = {"collate_fn": collate, "num_workers": args.dataloader_num_workers}
@@ -125,15 +124,15 @@ def trainer_hooks(
 
     def lr_scheduler(optimizer: torch.optim.Optimizer) -> Any:
         steps = updates(args, train_data())
-        made = get_scheduler(
+        scheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer,
             num_warmup_steps=args.get_warmup_steps(steps),
             num_training_steps=steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
-        waits = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        return (made, best_metric(args)) if waits else made
+        waits = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        return (scheduler, best_metric(args)) if waits else scheduler
 
     def eval_data() -> Iterable[Any]:
         return DataLoader(eval_dataset, args.per_device_eval_batch_size, drop_last=args.dataloader_drop_last, **workers)
@@ -170,15 +169,15 @@ def trainer_hooks(
             "mean over the tokens that are predicted, and so are its gradients"
         )
     options = run_options(args, callbacks, eval_dataset is not None, lambda: updates(args, train_data()))
-    given = compile_options(args, longest(collator) and "pad" in hooks)
-    return {**hooks, "compile_options": given, "run_options": options}
+    of_compile = compile_options(args, longest(collator) and "pad" in hooks)
+    return {**hooks, "compile_options": of_compile, "run_options": options}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model of transformers computes where its batch has labels."""
     with problem_type_kept(model):
-        made = model(**batch)
-    return made["loss"] if isinstance(made, dict) else made[0]
+        outputs = model(**batch)
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 
 
 @contextmanager
@@ -186,21 +185,19 @@ def problem_type_kept(model: nn.Module) -> Iterator[None]:
     """A classifier notes in its config which loss its labels ask for: each batch finds it anew."""
     plain = _plain(model)
     config: Any = getattr(plain, "config", None)
-    kept = getattr(config, "problem_type", None)
+    problem_type = getattr(config, "problem_type", None)
     try:
         yield
     finally:
         if hasattr(config, "problem_type"):
-            config.problem_type = kept
+            config.problem_type = problem_type
 
 
 def pad_values(tokenizer: Any, batch: Mapping[str, Any]) -> dict[str, int]:
     """What `--pad-to` appends to the leaves of a tokenizer's batch: what its model and the usual losses leave out."""
     values = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
     return {
-        name: value
-        for name, value in values.items()
-        if isinstance(found := batch.get(name), Tensor) and found.dim() > 1
+        name: value for name, value in values.items() if isinstance(leaf := batch.get(name), Tensor) and leaf.dim() > 1
     }
 
 
@@ -215,17 +212,17 @@ def predictions_of(
     """The loss of a batch, and what Trainer would give `compute_metrics` of it: predictions and labels."""
     from transformers.utils import find_labels
 
-    made = model(**batch)
+    outputs = model(**batch)
     plain = _plain(model)
     config = getattr(plain, "config", None)
     ignored = {"loss", *(getattr(config, "keys_to_ignore_at_inference", ("cache",)) or ())}
-    parts = [v for n, v in made.items() if n not in ignored] if isinstance(made, dict) else list(made[1:])
+    parts = [v for n, v in outputs.items() if n not in ignored] if isinstance(outputs, dict) else list(outputs[1:])
     labels = [batch[name] for name in label_names or find_labels(type(plain)) if name in batch]
-    logits, targets = (each[0] if len(each) == 1 else tuple(each) for each in (parts, labels))
+    logits, targets = (several[0] if len(several) == 1 else tuple(several) for several in (parts, labels))
     if preprocess is not None:
         logits = preprocess(logits, targets)
-    found = {"loss": made["loss"] if isinstance(made, dict) else made[0]}
-    return found | dict(_parts(PREDICTIONS, logits)) | dict(_parts(LABELS, targets))
+    result = {"loss": outputs["loss"] if isinstance(outputs, dict) else outputs[0]}
+    return result | dict(_parts(PREDICTIONS, logits)) | dict(_parts(LABELS, targets))
 
 
 PREDICTIONS, LABELS = "predictions", "labels"
@@ -254,12 +251,12 @@ def computed(
                 held.add(tensor)
             return held.get_arrays()
         parts: list[Any] = []
-        while any(known == f"{name}.{len(parts)}" or known.startswith(f"{name}.{len(parts)}.") for known in gathered):
+        while any(key == f"{name}.{len(parts)}" or key.startswith(f"{name}.{len(parts)}.") for key in gathered):
             parts.append(whole(f"{name}.{len(parts)}"))
         return tuple(parts)
 
-    found = compute_metrics(EvalPrediction(predictions=whole(PREDICTIONS), label_ids=whole(LABELS)))
-    return {name.removeprefix("eval_"): value for name, value in found.items()}
+    metrics = compute_metrics(EvalPrediction(predictions=whole(PREDICTIONS), label_ids=whole(LABELS)))
+    return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
 
 def updates(args: Any, data: Any) -> int:
@@ -290,22 +287,22 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
             hint="give OUT/model.safetensors, or OUT/best.safetensors; fxpipe run --resume goes on from a checkpoint "
             "and writes them",
         )
-    made = model if isinstance(model, nn.Module) else load_task(model).model()
-    if not hasattr(made, "save_pretrained"):
-        inner = next((path for path, part in made.named_modules() if hasattr(part, "save_pretrained")), "PART")
+    module = model if isinstance(model, nn.Module) else load_task(model).model()
+    if not hasattr(module, "save_pretrained"):
+        inner = next((path for path, part in module.named_modules() if hasattr(part, "save_pretrained")), "PART")
         raise TaskError(
-            f"{type(made).__name__} has no save_pretrained()",
+            f"{type(module).__name__} has no save_pretrained()",
             hint="load the weights, made.load_state_dict(safetensors.torch.load_file(...)), and save the part that has "
             f"one: made.get_submodule({inner!r}).save_pretrained({str(folder)!r})",
         )
     try:
-        made.load_state_dict(load_file(weights))
+        module.load_state_dict(load_file(weights))
     except SafetensorError as error:
         raise TaskError(f"{weights} cannot be read: {error}", hint="give OUT/model.safetensors") from error
     except RuntimeError as error:
         raise TaskError(f"{weights} does not fit the model: {error}", hint="give the run's own model file") from error
-    made.save_pretrained(folder)  # type: ignore[operator]
-    return made
+    module.save_pretrained(folder)  # type: ignore[operator]
+    return module
 
 
 def _arguments(make: Any) -> Any:
@@ -317,11 +314,11 @@ def _arguments(make: Any) -> Any:
         )
     hidden = {name: os.environ.pop(name) for name in PROCESSES if name in os.environ}
     try:
-        made = make()
+        arguments = make()
     finally:
         os.environ.update(hidden)
-    refuse(made)
-    return made
+    refuse(arguments)
+    return arguments
 
 
 def _plain(model: nn.Module) -> Any:
@@ -352,8 +349,8 @@ def _counts_before_shift(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     plain = _plain(model)
-    known = LOSS_MAPPING.get(getattr(plain, "loss_type", None))
-    return known is None and getattr(plain, "loss_function", None) is ForCausalLMLoss
+    loss_function = LOSS_MAPPING.get(getattr(plain, "loss_type", None))
+    return loss_function is None and getattr(plain, "loss_function", None) is ForCausalLMLoss
 
 
 def _say_what_is_left(args: Any, callbacks: Sequence[Any], collator: Any, pads: bool) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, listed
+from fxpipe.files import digest
 from fxpipe.plan.signed import digest_of, read_signed, signed
 from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+FORMATS = (FORMAT, 1)
+"""All that are read: runs of weeks are in them."""
+
 OTHER = "use another checkpoint: --resume PATH"
 
 
@@ -93,8 +96,25 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(what, hint=OTHER)
     with explained(path, error=CheckpointError, hint=OTHER):
         wrote = "resume with the fxpipe that wrote it"
-        body = read_signed(path, "the checkpoint", FORMAT, error=CheckpointError, hint=OTHER, other_form=wrote)
+        body = read_signed(path, "the checkpoint", FORMATS, error=CheckpointError, hint=OTHER, other=wrote)
         return convert(body, Manifest)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse a place of something else, which a new checkpoint would delete.
+
+    Raises:
+        CheckpointError: it is a file, or a folder with other files than an earlier checkpoint's.
+        OSError: the folder cannot be read.
+    """
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name} if folder.exists() else set()
+    own = {MANIFEST, *read_manifest(folder).files} if MANIFEST in there else set()
+    if foreign := sorted(there - own):
+        raise CheckpointError(
+            f"{folder} exists and {'holds' if folder.is_dir() else 'is'} {listed(foreign, 5)}, which a checkpoint "
+            "would delete",
+            hint="choose another folder",
+        )
 
 
 def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
@@ -120,8 +140,7 @@ def _problem(path: Path, entry: FileEntry | None) -> str | None:
             return "is missing"
         if path.stat().st_size != entry.bytes:
             return f"has {path.stat().st_size} bytes, not {entry.bytes}"
-        with path.open("rb") as file:
-            whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+        whole = digest(path) == entry.sha256
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return None if whole else "was changed after it was written"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,34 @@ from fxpipe.torch_private import SCHEDULERS, pytree
 
 State = dict[str, Any]
 
+
+class Group(TypedDict):
+    """A group of an optimizer: the names of its parameters, and its options."""
+
+    params: list[str]
+    options: dict[Any, Any]
+
+
+class OneOptimizer(TypedDict):
+    """One of several optimizers: its own form of state, or what it keeps in addition to torch's."""
+
+    own: NotRequired[Any]
+    attributes: NotRequired[dict[str, Any]]
+    others: NotRequired[dict[Any, Any]]
+
+
+class OptimizerState(TypedDict):
+    """State of each parameter by name, which may be anything, and of the whole optimizer."""
+
+    groups: list[Group]
+    state: dict[str, Any]
+    parts: list[OneOptimizer]
+
+
 _OF_ALL = {"defaults", "state", "param_groups"}  # kept by torch.optim.Optimizer itself; written separately
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> State:
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
     """The whole state of an optimizer; its tensors are live.
 
     A user's own optimizer may keep more than torch's `state` and `param_groups`. Attributes with plain values are
@@ -137,7 +161,7 @@ def scheduler_state(scheduler: Any) -> State | None:
     return dict(found)
 
 
-def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> State:
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
     options = {key: value for key, value in group.items() if key != "params" and _writable(value)}
     return {"params": [names[id(p)] for p in group["params"]], "options": options}
 
@@ -151,7 +175,7 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _part(part: torch.optim.Optimizer) -> State:
+def _part(part: torch.optim.Optimizer) -> OneOptimizer:
     kind = type(part)
     if kind.__module__.startswith("torch.optim."):
         return {"attributes": {}, "others": {}}

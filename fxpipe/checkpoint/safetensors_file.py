@@ -89,14 +89,14 @@ def read_digests(path: Path) -> TensorDigests:
             size = int.from_bytes(file.read(8), "little")
             text = file.read(size) if size <= MOST_HEADER else b""
         body = parse(text.decode(), finite=False)
-        found = convert(body.get("__metadata__") or {}, dict[str, str]) if isinstance(body, dict) else {}
+        metadata = convert(body.get("__metadata__") or {}, dict[str, str]) if isinstance(body, dict) else {}
     except (OSError, UnicodeDecodeError, Malformed):
         return TensorDigests(path, {})  # opening the file will fail with a message
-    of = {name.removeprefix(key("")): value for name, value in found.items() if name.startswith(key(""))}
-    own = found.get(HEADER)
-    if own is None and not of:
+    of = {name.removeprefix(key("")): value for name, value in metadata.items() if name.startswith(key(""))}
+    recorded = metadata.get(HEADER)
+    if recorded is None and not of:
         return TensorDigests(path, {})
-    if own is None or hashlib.sha256(text.replace(own.encode(), ZEROS.encode(), 1)).hexdigest() != own:
+    if recorded is None or hashlib.sha256(text.replace(recorded.encode(), ZEROS.encode(), 1)).hexdigest() != recorded:
         raise BuildError(f"the header of {path.name} was changed after it was written", where=str(path), hint=_HINT)
     return TensorDigests(path, of)
 
@@ -149,8 +149,8 @@ def header(tensors: Sequence[tuple[str, TensorSpec]], digests: Mapping[str, str]
     if digests is None:
         return _header(tensors, {})
     more = {HEADER: ZEROS, **{key(name): value for name, value in digests.items()}}
-    own = hashlib.sha256(_header(tensors, more)[8:]).hexdigest()
-    return _header(tensors, {**more, HEADER: own})
+    own_digest = hashlib.sha256(_header(tensors, more)[8:]).hexdigest()
+    return _header(tensors, {**more, HEADER: own_digest})
 
 
 def _header(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]) -> bytes:

@@ -21,11 +21,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from msgspec import Meta
 from torch import Tensor
 
-from fxpipe.checkpoint.contents import Count, State, Tensors
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
 from fxpipe.checkpoint.tree import Decoder, Encoder
@@ -35,6 +35,11 @@ from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 INDEX = "model.safetensors.index.json"
+DECIDED = "decided"
+"""The state of what callbacks have decided and what is yet to be done: (after, at, hook, ends the run)."""
+
+Count = Annotated[int, Meta(ge=0)]
+Tensors = dict[str, Tensor]
 _NUMBER = re.compile(r"-(\d{5})-of-\d{5}(?:-replica-(\d+))?\.")
 Version = tuple[int, int]
 """A version of weights, and how many updates ahead they are predicted."""
@@ -60,7 +65,7 @@ class Shard:
         sent: with encoded differences, what other workers have of these versions and of the live one; later differences
             build on it.
         codecs: by edge, the memory of the codec of a gradient that it sends; only for the same cuts.
-        state: of its optimizer, clipping and logs, without live tensors.
+        state: of the parts of its updates, by their names, without live tensors; and what was `DECIDED`.
         data: on worker 0, the state of the data, if they have a `state_dict`.
     """
 
@@ -71,7 +76,7 @@ class Shard:
     past: dict[Version, dict[str, Tensor]] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], dict[str, Tensor]] = field(default_factory=dict)
     codecs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    state: Any = None
+    state: dict[str, Any] = field(default_factory=dict)
     data: Any = None
 
 
@@ -161,18 +166,21 @@ def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:
 
 def replicas_in(files: Iterable[str], worker: int) -> list[int]:
     """The replicas of a worker, except the first, that have files among these."""
-    found = [_NUMBER.search(name) for name in files]
-    return sorted({int(each[2]) for each in found if each is not None and each[2] and int(each[1]) == worker + 1})
+    matches = [_NUMBER.search(name) for name in files]
+    return sorted({int(m[2]) for m in matches if m is not None and m[2] and int(m[1]) == worker + 1})
 
 
 def worker_of(name: str) -> int:
     """The worker that wrote a file of a checkpoint; worker 0 for common files."""
-    found = _NUMBER.search(name)
-    return int(found[1]) - 1 if found else 0
+    match = _NUMBER.search(name)
+    return int(match[1]) - 1 if match else 0
 
 
-def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int = 0) -> Shard:
+def read_shard(folder: Path, step: int, worker: int, workers: int, forms: Mapping[str, Any], replica: int = 0) -> Shard:
     """The shard of a worker, or of another replica of it, without what is in the model's files.
+
+    Args:
+        forms: the type of each part's state, by its name.
 
     Raises:
         CheckpointError: a file cannot be read, or was not written by `write_shard`.
@@ -185,8 +193,8 @@ def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int 
         if body.start > step:
             raise Malformed(f"it begins with minibatch {body.start}, after step {step}", ", $.start")
         try:
+            state = {"optimizer": _by_name(optimizer(body.optimizer))}
             decoded = _Decoded(
-                optimizer=optimizer(body.optimizer),
                 buffers=pipeline(body.buffers),
                 past=[pipeline(row.weights) for row in body.past],
                 sent=[pipeline(row.weights) for row in body.sent],
@@ -196,9 +204,27 @@ def read_shard(folder: Path, step: int, worker: int, workers: int, replica: int 
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise Malformed(f"it is not a shard of a checkpoint: {error}") from error
         held = convert(vars(decoded), _Decoded)
+        of_all = {**forms, DECIDED: list[tuple[Count, Count, str, bool]]}
+        form: Any = dict[str, TypedDict("State", of_all, total=False)]  # type: ignore[misc,operator]
+        state = convert(state, form)
         past = {(row.version, row.ahead): weights for row, weights in zip(body.past, held.past, strict=True)}
         sent = {(row.version, row.ahead, row.reader): each for row, each in zip(body.sent, held.sent, strict=True)}
-        return Shard(step, body.start, {}, held.buffers, past, sent, held.codecs, held.optimizer, data)
+        return Shard(step, body.start, {}, held.buffers, past, sent, held.codecs, state["optimizer"], data)
+
+
+def _by_name(state: Any) -> dict[str, Any]:
+    """The state of each part of an update by its name; in the first format, some were within the updater's."""
+    states = dict(state or {})
+    if "clip" in (updater := states.get("updater") or {}):
+        clip = updater.pop("clip")  # or that of loss scaling, without clipping's
+        states |= clip if isinstance(clip, dict) else {"clip": clip}
+        states |= {name: updater.pop(name) for name in ("last_updates", "last_steps") if name in updater}
+        states["staleness"] = None  # as `rates_known`, not read
+        updater.pop("rates_known", None)
+        if "heard" in updater:
+            updater["metric_due"] = updater.pop("heard")
+        states["updater"] = updater if "optimizer" in updater else None
+    return {name: value for name, value in states.items() if value is not None}
 
 
 def buffer_worker(buffer: BufferSpec) -> int:
@@ -210,7 +236,6 @@ def buffer_worker(buffer: BufferSpec) -> int:
 class _Decoded:
     """The contents with tensors."""
 
-    optimizer: State | None
     buffers: Tensors
     past: list[Tensors]
     sent: list[Tensors]

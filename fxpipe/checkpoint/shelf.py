@@ -43,8 +43,8 @@ class Shelf:
         """The steps of all checkpoints that have a manifest, in rising order."""
         if not self.folder.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if (path / MANIFEST).is_file())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if (path / MANIFEST).is_file())
+        return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> tuple[Path, Manifest, list[CheckpointError]]:
         """The newest undamaged checkpoint, and the errors of those after it.
@@ -70,13 +70,13 @@ class Shelf:
 
     def unfinished(self) -> frozenset[tuple[str, int, int]]:
         """The files of checkpoints that are being written, with sizes and times of the last writes."""
-        found = set()
+        states = set()
         with suppress(OSError):
             for path in sorted(self.folder.glob(".step-*.partial")):
                 with suppress(OSError):  # a file or folder that is renamed or removed at this moment
                     files = [path, *path.iterdir()]
-                    found |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
-        return frozenset(found)
+                    states |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
+        return frozenset(states)
 
     def commit(self, step: int) -> None:
         """Give the partial folder of a step its final name, replacing an older checkpoint of the same step.

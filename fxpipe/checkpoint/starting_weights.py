@@ -57,26 +57,26 @@ class Checkpoint:
         manifest = read_manifest(path) if (path / MANIFEST).is_file() else None  # written by fxpipe
         if manifest is not None:
             check_files(path, manifest, [INDEX])
-        found = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
+        tensors = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
         places: dict[str, tuple[Path, str]] = {}
         missing, wrong, converted = [], [], []
         rows: list[Row] = [*plan.parameters, *(b for b in plan.buffers if b.persistent)]
         for row in rows:
-            name = next((n for n in row.names if n in found), None)
+            name = next((n for n in row.names if n in tensors), None)
             if name is None:
                 if isinstance(row, ParameterSpec):
                     missing.append(row.name)
                 continue
-            file, shape, dtype = found[name]
+            file, shape, dtype = tensors[name]
             if shape != row.tensor.shape:
                 wrong.append(f"{name} is {list(shape)}, not {list(row.tensor.shape)}")
             elif dtype != DTYPES.get(row.tensor.dtype):
                 converted.append(f"{name} ({dtype} to {DTYPES.get(row.tensor.dtype)})")
             places[row.name] = (file, name)
         if missing or wrong:
-            raise _unfit(path, missing, wrong, set(found))
-        known = {name for row in rows for name in row.names}
-        unknown = sorted(set(found) - known)
+            raise _unfit(path, missing, wrong, set(tensors))
+        names = {name for row in rows for name in row.names}
+        unknown = sorted(set(tensors) - names)
         warnings = []
         if converted:
             warnings.append(f"{path}: tensors converted to the build's dtype, {len(converted)}: {listed(converted)}")
@@ -98,10 +98,10 @@ class Checkpoint:
                 by_file.setdefault(file, []).append((name, row))
         if self.manifest is not None:  # only these files: each worker reads its own
             check_files(self.path, self.manifest, [path.name for path in by_file])
-        for path, wanted in by_file.items():
+        for path, entries in by_file.items():
             digests = read_digests(path)
             with _opened(path) as file:
-                for name, row in wanted:
+                for name, row in entries:
                     tensor = file.get_tensor(name)
                     digests.check(name, tensor)
                     yield row.name, Layout(row.tensor, name).empty(device).copy_(tensor)
@@ -160,12 +160,12 @@ def _opened(file: Path) -> safe_open:
         raise BuildError(f"the weights cannot be read: {error}", where=str(file), hint=FORM) from error
 
 
-def _unfit(path: Path, missing: list[str], wrong: list[str], found: set[str]) -> BuildError:
+def _unfit(path: Path, missing: list[str], wrong: list[str], names: set[str]) -> BuildError:
     lines = [f"missing: {listed(missing)}"] if missing else []
     lines += [f"of another shape: {listed(wrong)}"] if wrong else []
-    prefix = min(found, default="").partition(".")[0] + "."  # of a wrapper around the model: "module.", "model."
-    if all(name.startswith(prefix) for name in found) and any(prefix + name in found for name in missing):
+    prefix = min(names, default="").partition(".")[0] + "."  # of a wrapper around the model: "module.", "model."
+    if all(name.startswith(prefix) for name in names) and any(prefix + name in names for name in missing):
         hint = f"all names of the checkpoint begin with {prefix!r}: save the state_dict() of the wrapped model"
     else:
-        hint = "name tensors as model().named_parameters() does; the checkpoint has " + listed(sorted(found), 5)
+        hint = "name tensors as model().named_parameters() does; the checkpoint has " + listed(sorted(names), 5)
     return BuildError("the checkpoint does not fit the model:\n  " + "\n  ".join(lines), where=str(path), hint=hint)

@@ -44,10 +44,10 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
 
 
 def _digest(parts: Sequence[bytes | memoryview]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 class TensorFile:
@@ -73,5 +73,5 @@ class TensorFile:
         """
         if name not in self.names:
             raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path), hint=OTHER)
-        found: Tensor = self._file.get_tensor(name)
-        return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+        view: Tensor = self._file.get_tensor(name)
+        return torch.empty(view.shape, dtype=view.dtype).copy_(view)

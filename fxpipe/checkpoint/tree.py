@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.errors import CheckpointError
 from fxpipe.plan.packing import is_dense
 
 Read = Callable[[str], Tensor]
@@ -35,7 +36,7 @@ class Unwritable(ValueError):
 def said(error: Exception) -> str:
     """The text of an error of writing, with its type if it is unexpected."""
     text = getattr(error, "strerror", None) or str(error)
-    return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (OSError, Unwritable, CheckpointError)) else f"{type(error).__name__}: {text}"
 
 
 class Encoder:

@@ -25,10 +25,10 @@ class UnsavedState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, callbacks: Iterable[Any] = ()) -> None:
         keeps = scheduler is not None and scheduler_state(scheduler) is not None
-        own = [_LeftOut(part) for part in parts_of(optimizer)]
-        objects = [value for holder in own for value in holder.read().values()]
+        not_saved = [_LeftOut(part) for part in parts_of(optimizer)]
+        objects = [value for holder in not_saved for value in holder.read().values()]
         self._python = state_outside([optimizer, *([scheduler] if keeps else [])], [*objects, *callbacks])
-        self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in own)]
+        self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in not_saved)]
         self._said = False
 
     def warning(self) -> str | None:

@@ -34,5 +34,5 @@ HARMLESS = tuple(codec for codec in STUDIED if keeps_the_result(codec))
 def worst(codec: str) -> tuple[str, float, float]:
     """The workload on which a studied codec lost most standard deviations; the share lost, and one deviation."""
     rows = {workload: row for (name, workload), row in LOST.items() if name == codec}
-    workload = max(rows, key=lambda each: rows[each][0] / rows[each][1])
+    workload = max(rows, key=lambda load: rows[load][0] / rows[load][1])
     return workload, *rows[workload]

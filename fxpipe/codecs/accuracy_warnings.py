@@ -16,15 +16,15 @@ Used = Collection[tuple[str, str]]
 
 def used_by(plan: Plan) -> Used:
     """What a plan packs with lossy codecs; 'weights' for copies of weights, if there are any."""
-    asked: list[tuple[str, str]] = [(edge.kind, edge.codec) for edge in plan.edges]
+    uses: list[tuple[str, str]] = [(edge.kind, edge.codec) for edge in plan.edges]
     if any(p.trained and any(worker != p.owner for worker, _ in p.readers) for p in plan.parameters):
-        asked.append(("weights", plan.weights_codec))
-    return tuple(dict.fromkeys((kind, text) for kind, text in asked if text and not codec(text).lossless))
+        uses.append(("weights", plan.weights_codec))
+    return tuple(dict.fromkeys((kind, text) for kind, text in uses if text and not codec(text).lossless))
 
 
 def warning(used: Used) -> str | None:
     """One sentence for codecs that lost more than a standard deviation in the study, else None."""
-    lost = [text for text in STUDIED if not keeps_the_result(text) and any(_studied_as(*each) == text for each in used)]
+    lost = [text for text in STUDIED if not keeps_the_result(text) and any(_studied_as(*use) == text for use in used)]
     if not lost:
         return None
     texts = []

@@ -47,19 +47,19 @@ class CarryOver(Codec):
 
     def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
         state = state or EdgeState()
-        wanted = value.to(torch.float32, copy=True)
+        target = value.to(torch.float32, copy=True)
         if "left_out" in state.memory:
-            wanted.add_(state.memory["left_out"], alpha=self.carried)
-        packed, memory = self.compress(wanted, state)
-        memory["left_out"] = wanted - self.decode(packed, value.shape, torch.float32)
-        finite = (wanted - wanted).sum() == 0  # ∞ - ∞ is NaN
+            target.add_(state.memory["left_out"], alpha=self.carried)
+        packed, memory = self.compress(target, state)
+        memory["left_out"] = target - self.decode(packed, value.shape, torch.float32)
+        finite = (target - target).sum() == 0  # ∞ - ∞ is NaN
         for name, tensor in memory.items():
             before = state.memory.get(name, torch.zeros_like(tensor))
             state.memory[name] = torch.where(finite, tensor, before)
         return packed
 
     @abstractmethod
-    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+    def compress(self, target: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
         """C of a float32 tensor, packed; and what else to remember, by name."""
 
 

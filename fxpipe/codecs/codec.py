@@ -87,7 +87,7 @@ class Codec(ABC):
     @property
     def text(self) -> str:
         """Its name with its option, from which `codec` makes it again: `topk:0.01`."""
-        return ":".join([self.name, *(str(getattr(self, each.name)) for each in fields(self))])
+        return ":".join([self.name, *(str(getattr(self, option.name)) for option in fields(self))])
 
     def refusal(self, tensor: TensorSpec) -> str:
         """Why it does not encode such a tensor, in words that follow "int8 is for "; '' if it does."""
@@ -153,12 +153,12 @@ class Codec(ABC):
             return value
         return value.new_empty_strided(tuple(shape), tuple(stride)).copy_(value)
 
-    def _checked(self, method: str, made: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if isinstance(made, Tensor) and made.shape == tuple(shape) and made.dtype == dtype:
-            return made
-        found = f"{made.dtype}{list(made.shape)}" if isinstance(made, Tensor) else repr(made)
+    def _checked(self, method: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if isinstance(tensor, Tensor) and tensor.shape == tuple(shape) and tensor.dtype == dtype:
+            return tensor
+        kind = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
         raise CodecError(
-            f"{method} of codec '{self.name}' returned {found}, and must return {dtype}{list(shape)}",
+            f"{method} of codec '{self.name}' returned {kind}, and must return {dtype}{list(shape)}",
             where=f"{type(self).__module__}.{type(self).__name__}",
             hint="encode must return what packed says" if method == "encode" else None,
         )

@@ -66,10 +66,10 @@ class Encoding:
         problems: list[str] = []
         for item in text.split(","):
             kind, equals, name = (part.strip() for part in item.partition("="))
-            found = _problems(kind, name) if equals else [f"'{item.strip()}' is not KIND=CODEC"]
+            of_item = _problems(kind, name) if equals else [f"'{item.strip()}' is not KIND=CODEC"]
             if kind in codecs:
-                found.append(f"{kind} has two codecs")
-            problems += found
+                of_item.append(f"{kind} has two codecs")
+            problems += of_item
             codecs[kind] = name
         if problems:
             raise CodecError(f"--codec {text}: {'; '.join(problems)}", hint=_hint())
@@ -94,8 +94,8 @@ class Encoding:
         """The texts of all codecs that edges may get."""
         if not self.asks:
             return ()
-        asked = (getattr(one, kind) for one in self.candidates for kind in KINDS)
-        return tuple(dict.fromkeys(text for text in (*asked, *_LOSSLESS.values()) if text not in ("", NONE)))
+        texts = (getattr(one, kind) for one in self.candidates for kind in KINDS)
+        return tuple(dict.fromkeys(text for text in (*texts, *_LOSSLESS.values()) if text not in ("", NONE)))
 
     @property
     def of_weights(self) -> str:
@@ -137,32 +137,32 @@ class Encoding:
         Values are sent unchanged if they are tokens, have less than 1024 bytes, or no codec saves bytes. Bool and int64
         tensors may get a lossless codec, if any codec is used at all.
         """
-        asked = getattr(self, kind) if kind in KINDS else NONE
-        if asked == NONE or not self.asks or tensor.bytes < self.LEAST_BYTES:
+        choice = getattr(self, kind) if kind in KINDS else NONE
+        if choice == NONE or not self.asks or tensor.bytes < self.LEAST_BYTES:
             return ""
-        for text in (asked, _LOSSLESS.get(tensor.dtype, "")):
+        for text in (choice, _LOSSLESS.get(tensor.dtype, "")):
             if text and _pays(text, tensor):
                 return text
         return ""
 
 
 def _pays(text: str, tensor: TensorSpec) -> bool:
-    made = codec(text)
-    return not made.refusal(tensor) and made.packed(tensor).bytes < tensor.bytes
+    coder = codec(text)
+    return not coder.refusal(tensor) and coder.packed(tensor).bytes < tensor.bytes
 
 
 def _problems(kind: str, name: str) -> list[str]:
     """What is wrong with one KIND=CODEC."""
-    found = [] if kind in _NAMED else [f"there is no kind of edge '{kind}'{near(kind, _NAMED)}"]
+    problems = [] if kind in _NAMED else [f"there is no kind of edge '{kind}'{near(kind, _NAMED)}"]
     if name == NONE:
-        return found
+        return problems
     try:
         chosen = codec(name)
     except CodecError as error:
-        return [*found, error.what]
+        return [*problems, error.what]
     if kind in _NAMED and kind not in chosen.kinds:
-        found.append(f"{chosen.name} is only for {', '.join(chosen.kinds)}, not for {kind}")
-    return found
+        problems.append(f"{chosen.name} is only for {', '.join(chosen.kinds)}, not for {kind}")
+    return problems
 
 
 def _hint() -> str:

@@ -109,8 +109,8 @@ def _better_form(tiles: Tensor, hadamard: Tensor, on_average: bool) -> tuple[Ten
 
 def _squared_error(steps: Tensor, on_average: bool) -> Tensor:
     """The squared error of each tile in steps²: of rounding to nearest, or the mean of stochastic rounding."""
-    rest = steps - (steps.floor() if on_average else steps.round())
-    return (rest * (1 - rest) if on_average else rest * rest).sum(1)
+    remainder = steps - (steps.floor() if on_average else steps.round())
+    return (remainder * (1 - remainder) if on_average else remainder * remainder).sum(1)
 
 
 def _parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:

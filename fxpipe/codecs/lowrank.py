@@ -53,9 +53,9 @@ class LowRank(CarryOver):
         rows, columns, rank = self._sizes(tensor.shape)
         return TensorSpec((rank * (rows + columns),), (1,), "float32")
 
-    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
-        rows, columns, rank = self._sizes(wanted.shape)
-        matrix = wanted.view(rows, columns)
+    def compress(self, target: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+        rows, columns, rank = self._sizes(target.shape)
+        matrix = target.view(rows, columns)
         start = state.memory.get("basis")
         if start is None:
             start = state.uniform(matrix.new_empty((columns, rank))) - 0.5

@@ -73,11 +73,11 @@ class EncodedPack:
 
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
         """All tensors of a block by name: views of it, and new ones, row by row, where they were encoded."""
-        found = dict(zip(self.sizes, self._pack.unpack(block), strict=True))
+        tensors = dict(zip(self.sizes, self._pack.unpack(block), strict=True))
         for name, codec in self._codecs.items():
             layout = self._layouts[name]
-            found[name] = codec.unpack(found[name], layout.shape, layout.dtype)
-        return found
+            tensors[name] = codec.unpack(tensors[name], layout.shape, layout.dtype)
+        return tensors
 
 
 class DifferencePack:
@@ -127,11 +127,11 @@ class DifferencePack:
 
     def unpack(self, block: Tensor, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Decode a block: views of it, and new tensors for differences and casts."""
-        found = self._message.unpack(block)
-        found |= {name: found[name].to(dtype) for name, dtype in self._types.items()}
+        tensors = self._message.unpack(block)
+        tensors |= {name: tensors[name].to(dtype) for name, dtype in self._types.items()}
         for name, layout in self._layouts.items():
-            found[name] = torch.add(bases[name], found[name], out=layout.empty(block.device))
-        return found
+            tensors[name] = torch.add(bases[name], tensors[name], out=layout.empty(block.device))
+        return tensors
 
 
 def _aligned(size: int) -> int:

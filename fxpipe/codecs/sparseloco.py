@@ -57,9 +57,9 @@ class SparseLoCo(CarryOver):
         chunks, _, count = self._sizes(tensor.shape)
         return TensorSpec((chunks * (4 + count // 4 * 7),), (1,), "uint8")
 
-    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
-        chunks, size, count = self._sizes(wanted.shape)
-        blocks = blocks_of(wanted, size)
+    def compress(self, target: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+        chunks, size, count = self._sizes(target.shape)
+        blocks = blocks_of(target, size)
         places = blocks.abs().topk(count).indices
         values = blocks.gather(1, places)
         magnitudes, sent = values.abs().to(torch.float64), values != 0  # their sum may leave float32's range
@@ -67,7 +67,7 @@ class SparseLoCo(CarryOver):
         means = torch.cat([_mean(magnitudes, sent & ~high), _mean(magnitudes, sent & high)], 1)
         numbers = places | high.to(torch.int64) << 12 | values.signbit().to(torch.int64) << 13
         numbers = torch.where(sent, numbers, numbers[:, :1])  # instead of a 0, the greatest value once more
-        fours = (numbers.view(chunks, count // 4, 4) << _shifts(wanted)).sum(2, keepdim=True)
+        fours = (numbers.view(chunks, count // 4, 4) << _shifts(target)).sum(2, keepdim=True)
         sevens = fours.view(torch.uint8)[:, :, :7]
         return torch.cat([in_range_if_finite(means, SCALE).view(torch.uint8).view(-1), sevens.reshape(-1)]), {}
 

@@ -53,9 +53,9 @@ class TopK(CarryOver):
     def packed(self, tensor: TensorSpec) -> TensorSpec:
         return TensorSpec((2 * self._count(tensor.shape),), (1,), "int32")
 
-    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
-        flat = wanted.reshape(-1)
-        places = greatest(flat.abs(), self._count(wanted.shape)).sort().values
+    def compress(self, target: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+        flat = target.reshape(-1)
+        places = greatest(flat.abs(), self._count(target.shape)).sort().values
         return torch.cat([places.to(torch.int32), flat[places].view(torch.int32)]), {}
 
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -43,10 +43,10 @@ class TrackedAllocations(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
             self._see(tensor)
-        made = func(*args, **kwargs)
-        for tensor in tensors_in(made):
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
             self._see(tensor)
-        return made
+        return result
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.layout != torch.strided:
@@ -64,6 +64,6 @@ class TrackedAllocations(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def tensors_in(found: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested dictionaries, lists and tuples."""
-    return [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -32,8 +32,8 @@ def analytic_seconds(node: fx.Node, device: Device) -> float:
 def dtype_of(node: fx.Node) -> str:
     """The dtype in which a node multiplies: its first floating-point input's."""
     tensors = [value(n) for n in node.all_input_nodes]
-    found = next((t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()), torch.float32)
-    return str(found).removeprefix("torch.")
+    dtype = next((t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()), torch.float32)
+    return str(dtype).removeprefix("torch.")
 
 
 def _attention_flops(query: Any, key: Any, values: Any, *_: Any, **__: Any) -> int:
@@ -74,14 +74,14 @@ FLOPS: dict[str, Callable[..., int]] = {
 }
 
 
-def flops_of(node: fx.Node, own: Mapping[str, Callable[..., int]] = FLOPS) -> float:
+def flops_of(node: fx.Node, formulas: Mapping[str, Callable[..., int]] = FLOPS) -> float:
     """The FLOPs of a node that multiplies matrices; 0 for all others.
 
     Args:
-        own: formulas that take precedence over torch's.
+        formulas: those that take precedence over torch's.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    formula = own.get(str(packet)) or flop_registry.get(packet)
+    formula = formulas.get(str(packet)) or flop_registry.get(packet)
     if formula is None:
         return 0.0
     return float(formula(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value), out_val=value(node)))

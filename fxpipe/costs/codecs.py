@@ -33,31 +33,31 @@ def codec_times(
         measured: measured on this device, or computed for `computed_for`.
         threads: CPU threads while measuring.
     """
-    found: dict[str, CodecTimes] = {}
+    times: dict[str, CodecTimes] = {}
     for text in texts:
         if not measured:
-            found[text] = CodecTimes(*2 * [PASSES / computed_for.bandwidth])
+            times[text] = CodecTimes(*2 * [PASSES / computed_for.bandwidth])
             continue
         with worker_threads(threads, 1), torch.no_grad():
-            found[text] = _measured(text, device)
-    return found
+            times[text] = _measured(text, device)
+    return times
 
 
 def _measured(text: str, device: str) -> CodecTimes:
-    made, clock = codec(text), clock_of(device)
-    dtype = next((d for d in ("float32", "bool", "int64") if not made.refusal(_spec(d))), None)
+    coder, clock = codec(text), clock_of(device)
+    dtype = next((d for d in ("float32", "bool", "int64") if not coder.refusal(_spec(d))), None)
     if dtype is None:
         return CodecTimes()
     value = torch.zeros(SHAPE, dtype=getattr(torch, dtype), device=device)
     if dtype == "float32":
         generator = torch.Generator(device).manual_seed(0)
         value = torch.randn(SHAPE, device=device, generator=generator)
-    state = EdgeState() if made.keeps_state("gradient") else None
-    packed = made.encode(value, state)
+    state = EdgeState() if coder.keeps_state("gradient") else None
+    packed = coder.encode(value, state)
     pack, unpack = [], []
     for counts in Rounds(BUDGET, 3, 20, warm=1).run():
-        spans = seconds_of(lambda: made.encode(value, state), clock)
-        other = seconds_of(lambda: made.decode(packed, SHAPE, value.dtype), clock)
+        spans = seconds_of(lambda: coder.encode(value, state), clock)
+        other = seconds_of(lambda: coder.decode(packed, SHAPE, value.dtype), clock)
         if counts:
             pack.append(spans)
             unpack.append(other)

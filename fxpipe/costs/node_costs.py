@@ -37,10 +37,10 @@ def node_costs(
     warnings: tuple[str, ...] = ()
     if known is not None and yardstick is None:
         try:
-            found = read(known, mark)
-            complete = found is not None and found.seconds.keys() == {n.name for n in program}
-            if found is not None and complete and not _doubts(found.ratios):
-                return found
+            costs = read(known, mark)
+            complete = costs is not None and costs.seconds.keys() == {n.name for n in program}
+            if costs is not None and complete and not _doubts(costs.ratios):
+                return costs
         except BuildError as error:
             warnings = (f"{error.what} ({error.where}); they are measured again",)
     seconds, ratios, spread = measure(program, threads, repeats, yardstick)

@@ -82,11 +82,11 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
             raise Malformed("the format is missing", ", $")
         if body.pop("format") != _FORMAT:
             return None
-        found = convert(body, MeasuredCosts)
+        costs = convert(body, MeasuredCosts)
         check_amounts(body)
-        if found.ratios.keys() != {"F", "B"} or not all(found.ratios.values()):
+        if costs.ratios.keys() != {"F", "B"} or not all(costs.ratios.values()):
             raise Malformed("F and B need a ratio each", ", $.ratios")
-    return found if found.fingerprint == fingerprint else None
+    return costs if costs.fingerprint == fingerprint else None
 
 
 def fingerprint(program: Program, device: str, threads: int) -> str:
@@ -134,11 +134,11 @@ def _lines(program: Program) -> Iterator[str]:
     yield " ".join(node.name for node in program.output_nodes)
 
 
-def _type(found: Any) -> str:
+def _type(value: Any) -> str:
     import torch
 
-    if isinstance(found, torch.Tensor):
-        return f"{found.dtype}{tuple(found.shape)}{tuple(found.stride())}"
-    if isinstance(found, (tuple, list)):
-        return f"({', '.join(map(_type, found))})"
-    return type(found).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_type, value))})"
+    return type(value).__name__

@@ -94,21 +94,21 @@ def measure(
         _run(plain)
         if meanwhile:
             _run(meanwhile)
-        found = _timed(plain, ticking, meanwhile, ROUNDS if repeats is None else Rounds.exactly(repeats))
-        if repeats is None and any(t.disagrees > AGREE for t in found) and sum(t.taken for t in found) < SHORT:
-            most = 2 if found[1].disagrees > AGREE else 1  # a backward runs after its forward
+        by_phase = _timed(plain, ticking, meanwhile, ROUNDS if repeats is None else Rounds.exactly(repeats))
+        if repeats is None and any(t.disagrees > AGREE for t in by_phase) and sum(t.taken for t in by_phase) < SHORT:
+            most = 2 if by_phase[1].disagrees > AGREE else 1  # a backward runs after its forward
             again = _timed(plain[:most], ticking[:most], meanwhile[:most], AGAIN)
-            found[:most] = [
+            by_phase[:most] = [
                 new if old.disagrees > max(AGREE, new.disagrees) else old
-                for old, new in zip(found, again, strict=False)
+                for old, new in zip(by_phase, again, strict=False)
             ]
     if yardstick is not None:
-        found = [times.when(yardstick.seconds[phase]) for phase, times in zip(PHASES, found, strict=True)]
-    names = [[n.name for n in code.nodes] for code in ticking]
-    seconds = {n: t for own, times in zip(names, found, strict=True) for n, t in zip(own, times.seconds, strict=True)}
-    ratios: dict[str, float] = {phase: times.ratio for phase, times in zip(PHASES, found, strict=True)}
+        by_phase = [times.scaled_to(yardstick.seconds[phase]) for phase, times in zip(PHASES, by_phase, strict=True)]
+    pairs = [zip(code.nodes, times.seconds, strict=True) for code, times in zip(ticking, by_phase, strict=True)]
+    seconds = {node.name: spent for rows in pairs for node, spent in rows}
+    ratios: dict[str, float] = {phase: times.ratio for phase, times in zip(PHASES, by_phase, strict=True)}
     whole = sum(seconds.values())
-    return seconds, ratios, sum(t.spread * sum(t.seconds) for t in found) / whole if whole else 0.0
+    return seconds, ratios, sum(t.spread * sum(t.seconds) for t in by_phase) / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _PhaseTimes:
         """How far its times contradict each other: two halves, or the parts and the whole."""
         return max(self.spread, doubt(self.ratio))
 
-    def when(self, taken: float) -> _PhaseTimes:
+    def scaled_to(self, taken: float) -> _PhaseTimes:
         """The times as they were when the yardstick took that many seconds."""
         factor = taken / self.meanwhile if taken and self.meanwhile else 1.0
         return replace(self, seconds=[factor * seconds for seconds in self.seconds])
@@ -195,12 +195,12 @@ class _Code:
         self.results = [n.name for n in results]
         self.function = self._compiled(list(results), list(used), ticks)
 
-    def __call__(self, kept: dict[str, Any]) -> list[float]:
-        """Run once: takes its inputs from `kept`, leaves its results there; returns the seconds between the ticks."""
+    def __call__(self, values: dict[str, Any]) -> list[float]:
+        """Run once: takes its inputs from `values`, leaves its results there; returns the seconds between the ticks."""
         if not self.nodes:
             return []
         ticks: list[Any] = []
-        taken = [kept.pop(name) for name in reversed(self.taken)]
+        taken = [values.pop(name) for name in reversed(self.taken)]
         arguments = [self.feed[name] for name in self.arguments]
         self.tick(ticks)
         try:
@@ -208,7 +208,7 @@ class _Code:
         except Exception as error:
             raise self._failed(error, len(ticks) - 1) from error
         self.tick(ticks)
-        kept.update(zip(self.results, results, strict=True))
+        values.update(zip(self.results, results, strict=True))
         if self.tick is _tick:
             return [after - before for before, after in pairwise(ticks)]
         torch.cuda.synchronize()
@@ -242,15 +242,15 @@ class _Code:
     def _failed(self, error: Exception, position: int) -> CaptureError:
         node = self.nodes[min(max(position, 0), len(self.nodes) - 1)]
         where = heading(info(node)) or str(node)
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
             return CaptureError(
-                f"the whole step does not fit this device: {said}",
+                f"the whole step does not fit this device: {message}",
                 where=where,
                 hint="--cost analytic, or --device-spec NAME, computes the times from shapes and needs no memory",
             )
         return CaptureError(
-            f"the step fails on the first batch: {said}",
+            f"the step fails on the first batch: {message}",
             where=where,
             hint="if loss(model, batch) fails in eager PyTorch too, check the batch, its dtypes and the range of its "
             "values; if not, this is a bug in fxpipe: the step was captured differently from how it runs",
@@ -259,8 +259,8 @@ class _Code:
 
 def _run(codes: list[_Code]) -> list[list[float]]:
     """Forward, then backward: the seconds between the ticks of each."""
-    kept: dict[str, Any] = {}
-    return [code(kept) for code in codes]
+    values: dict[str, Any] = {}
+    return [code(values) for code in codes]
 
 
 def _tick(ticks: list[float]) -> None:

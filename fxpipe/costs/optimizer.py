@@ -55,8 +55,8 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
     except OptimizerRefused:
         raise
     except TaskError as error:
-        said = " ".join(error.what.split())
-        doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
+        message = " ".join(error.what.split())
+        doubt = f"{message}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
         return replace(_computed(state, momentum, bandwidth), step=step, doubt=doubt)
     return replace(_computed(state, momentum, bandwidth), step=step)
 
@@ -72,7 +72,7 @@ def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
     return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, policy)
 
 
-def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, StepMemory]:
+def _state(parameters: Named, hook: MakeOptimizer) -> tuple[float, bool, StepMemory]:
     """The bytes of state per byte of parameters, whether every group has momentum, and the memory of a step.
 
     Every parameter takes part, made smaller if necessary, so that one without state, or of another group, counts as it
@@ -82,21 +82,21 @@ def _state(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, bool, St
     if not total:
         return 0.0, False, StepMemory()
     sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters])
-    made = _stepped(sample, optimizer)
-    if made is None:
+    optimizer = _stepped(sample, hook)
+    if optimizer is None:
         return 0.0, False, StepMemory()
     state = 0.0
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
-        for found in tensors_in(made.state.get(small, {})):
-            state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
+        for tensor in tensors_in(optimizer.state.get(small, {})):
+            state += tensor.nbytes * (whole.numel() / small.numel() if tensor.dim() and small.numel() else 1.0)
     step = replace(
-        _step_memory(made, [p for _, p in sample]),
-        keeps_update=any(rule_of(made, group) is LAST_UPDATE for group in made.param_groups),
+        _step_memory(optimizer, [p for _, p in sample]),
+        keeps_update=any(rule_of(optimizer, group) is LAST_UPDATE for group in optimizer.param_groups),
     )
-    return state / total, all(map(has_momentum, made.param_groups)), step
+    return state / total, all(map(has_momentum, optimizer.param_groups)), step
 
 
-def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
+def _step_memory(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
     """The memory of a step, from two steps: with all parameters, and with only the largest."""
     largest = max(parameters, key=lambda parameter: parameter.nbytes)
     total = sum(parameter.nbytes for parameter in parameters)
@@ -106,10 +106,10 @@ def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
             for gone in ([], [p for p in parameters if p is not largest]):
                 for parameter in gone:
                     parameter.grad = None
-                made.step()  # the first sees existing memory
+                optimizer.step()  # the first sees existing memory
                 before = memory.live
                 memory.restart()
-                made.step()
+                optimizer.step()
                 held.append(memory.peak - before)
     except Exception:  # code that may work in a run but cannot be traced, such as a compiled step
         return StepMemory()
@@ -118,29 +118,28 @@ def _step_memory(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
     return StepMemory(max(0.0, held[1] / max(largest.nbytes, 1) - of_all), of_all)
 
 
-def _timed(parameters: Named, optimizer: MakeOptimizer) -> tuple[float, PolicyTimes]:
+def _timed(parameters: Named, hook: MakeOptimizer) -> tuple[float, PolicyTimes]:
     """The seconds per byte of parameters of a step and of the policies' work, with torch's current threads.
 
     Timed on up to 16 MB of tensors like the model's own: every n-th of them, with large ones made smaller.
     """
-    sizes = [t.numel() for _, t in parameters]
     if not sum(t.nbytes for _, t in parameters):
         return 0.0, PolicyTimes()
-    wanted = [min(n, TIME_SAMPLE // 4 // t.element_size()) for n, (_, t) in zip(sizes, parameters, strict=True)]
-    bytes_wanted = sum(n * t.element_size() for n, (_, t) in zip(wanted, parameters, strict=True))
+    numels = [min(t.numel(), TIME_SAMPLE // 4 // t.element_size()) for _, t in parameters]
+    bytes_wanted = sum(n * t.element_size() for n, (_, t) in zip(numels, parameters, strict=True))
     every = max(1, -(-bytes_wanted // TIME_SAMPLE))
-    sample = _sample(parameters[::every], wanted[::every])
-    made = _stepped(sample, optimizer)
-    if made is None:
+    sample = _sample(parameters[::every], numels[::every])
+    optimizer = _stepped(sample, hook)
+    if optimizer is None:
         return 0.0, PolicyTimes()
     clock = clock_of(sample[0][1].device.type)
     with users():
-        taken = [seconds_of(made.step, clock) for _ in ROUNDS.run()]
+        taken = [seconds_of(optimizer.step, clock) for _ in ROUNDS.run()]
     size = sum(p.nbytes for _, p in sample)
-    return quartile(taken) / size, _policy_times(made, [p for _, p in sample], clock)
+    return quartile(taken) / size, _policy_times(optimizer, [p for _, p in sample], clock)
 
 
-def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clock: Clock) -> PolicyTimes:
+def _policy_times(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clock: Clock) -> PolicyTimes:
     """The seconds per byte of these parameters; 0 for work that is impossible with this optimizer: a run refuses it."""
     size, every = sum(p.nbytes for p in parameters), range(len(parameters))
 
@@ -154,38 +153,39 @@ def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
     def predict(predictor: Predictor) -> None:
         predictor.before_step()
-        predictor.observe()
+        predictor.after_step()
         predictor.give_back(predictor.predict(1), every)
 
     def repair(work: UpdateRepair) -> None:
         work.before_step()
         work.after_step()
 
-    predictors = (Predictor(made, parameters, weight_form=weight_form) for weight_form in (False, True))
+    predictors = (Predictor(optimizer, parameters, weight_form=weight_form) for weight_form in (False, True))
     prediction, repetition = (seconds(functools.partial(predict, predictor)) for predictor in predictors)
     repairs = {}
-    for each in REPAIRS.values():
+    for entry in REPAIRS.values():
         with contextlib.suppress(PolicyError):  # no run has it with this optimizer
-            repairs[each.name] = seconds(functools.partial(repair, each.kind(made, dict.fromkeys(parameters, 1))))
+            work = entry.kind(optimizer, dict.fromkeys(parameters, 1))
+            repairs[entry.name] = seconds(functools.partial(repair, work))
     return PolicyTimes(prediction, repetition, tuple(repairs.items()))
 
 
 def _sample(parameters: Named, numels: Iterable[float]) -> list[tuple[str, nn.Parameter]]:
     """Parameters under the same names, with at most the given numbers of elements (at least one), and gradients."""
-    made = []
+    sample = []
     for (name, tensor), numel in zip(parameters, numels, strict=True):
         place = "cpu" if tensor.is_meta else tensor.device
         parameter = nn.Parameter(torch.zeros(shrunk(tensor.shape, numel), dtype=tensor.dtype, device=place))
         parameter.grad = torch.full_like(parameter, 1e-3)
-        made.append((name, parameter))
-    return made
+        sample.append((name, parameter))
+    return sample
 
 
-def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -> torch.optim.Optimizer | None:
+def _stepped(sample: list[tuple[str, nn.Parameter]], hook: MakeOptimizer) -> torch.optim.Optimizer | None:
     with users():
-        made = make_optimizer(optimizer, sample)
-        if made is not None:
-            hold_still(made)
+        optimizer = make_optimizer(hook, sample)
+        if optimizer is not None:
+            hold_still(optimizer)
             for _ in range(2):  # the first makes the state
-                made.step()
-    return made
+                optimizer.step()
+    return optimizer

@@ -39,7 +39,7 @@ def model_flops(program: Program) -> dict[str, float]:
     counts whole, and recomputation does not count, here or inside attention's backward (Chowdhery et al. 2022, PaLM,
     appendix B). They are unknown if an operator without a formula may multiply matrices, such as the user's own.
     """
-    found: dict[str, float] = {}
+    by_dtype: dict[str, float] = {}
     for node in program:
         if AGAIN in node.meta:
             continue
@@ -50,8 +50,8 @@ def model_flops(program: Program) -> dict[str, float]:
             if _MULTIPLIES.search(node.target.overloadpacket.__name__) and value(node) is not None:
                 return {}
         if flops:
-            found[dtype_of(node)] = found.get(dtype_of(node), 0.0) + flops
-    return found
+            by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + flops
+    return by_dtype
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, values: Any, *_: Any, **__: Any) -> int:
@@ -90,8 +90,8 @@ def _looked_up(ids: fx.Node) -> Iterator[int]:
                 reached.append(user)
 
 
-def _whole(made: Any) -> bool:
-    return isinstance(made, torch.Tensor) and not made.is_floating_point() and not made.is_complex()
+def _whole(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and not result.is_floating_point() and not result.is_complex()
 
 
 def _positions(node: fx.Node) -> int:

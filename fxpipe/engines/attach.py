@@ -55,8 +55,8 @@ def equip(
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
         spec = plan.stages[worker].part(part.phase)
-        made = EnginePart(part, chosen, cache, say)
-        functions[part.phase] = CheckedPart(made, spec, stage.functions[part.phase])
+        engine_part = EnginePart(part, chosen, cache, say)
+        functions[part.phase] = CheckedPart(engine_part, spec, stage.functions[part.phase])
     return replace(stage, functions=functions, engines=engines)
 
 
@@ -137,7 +137,7 @@ class CheckedPart:
 def check_outputs(
     part: EnginePart,
     expected: Sequence[Tensor],
-    found: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     exact: Callable[[], Sequence[Tensor]],
 ) -> float:
     """The largest relative error of an engine's outputs.
@@ -158,15 +158,15 @@ def check_outputs(
         # What a backward sends, or leaves for weight gradients, counts as gradients, too.
         summed = row.kind == "gradient" or (part.part.phase == "B" and row.kind in ("sent", "deferred"))
         right[name] = Expected(value, peers=row.kind, summed=summed)
-    made = {name: value for name, value in zip(names, found, strict=True) if name in right}
-    differences = compare(made, right, nan_equals_nan=True)
+    by_name = {name: value for name, value in zip(names, outputs, strict=True) if name in right}
+    differences = compare(by_name, right, nan_equals_nan=True)
     limit = tolerance(part.part.dtypes())
     if part.part.device == "cuda" and cudnn_takes_tf32():  # each engine decides where to use it
         limit = max(limit, TOLERANCE["float16"])  # TF32 has the same mantissa
     wrong = [d for d in differences if not d.error <= limit]
     if wrong:
         once = functools.cache(exact)
-        wrong = [d for d in wrong if not rounding_alone(d, made, right, names, once)]
+        wrong = [d for d in wrong if not rounding_alone(d, by_name, right, names, once)]
     if wrong:
         worst = max(wrong, key=lambda d: d.error)
         raise BackendError(

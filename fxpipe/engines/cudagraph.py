@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.engines.engine import Engine
-from fxpipe.engines.layouts import fits, for_layouts
+from fxpipe.engines.layouts import for_layouts, has_strides, layouts
 from fxpipe.errors import BackendError
-from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
 from fxpipe.stages.random_inputs import PLACE
@@ -50,9 +49,8 @@ class _Replayed:
     """
 
     def __init__(self, part: PurePart, engine: str) -> None:
-        self._layouts = [Layout(row.tensor, row.name) for row in part.inputs]
-        self._results = [Layout(row.tensor, row.name) for row in part.outputs]
-        self._compute = for_layouts(part, engine, self._layouts, self._results)
+        self._layouts, self._results = layouts(part)
+        self._compute = for_layouts(part, engine)
         self._device = torch.device(part.device).type
         # By index, the address of each weight that the graph reads where it is.
         self._placed: dict[int, int | None] = {i: None for i, row in enumerate(part.inputs) if row.kind == "weight"}
@@ -68,13 +66,13 @@ class _Replayed:
             foreach_copy_(copies, [inputs[i] for i in indices])
         self._graph.replay()
         outputs = [layout.empty(self._device) for layout in self._results]
-        for indices, made in self._made:
-            foreach_copy_([outputs[i] for i in indices], made)
+        for indices, results in self._made:
+            foreach_copy_([outputs[i] for i in indices], results)
         return outputs
 
     def _address(self, i: int, x: Tensor) -> int:
         """Where an input is; 0 if the graph cannot read it there."""
-        return x.data_ptr() if x.device.type == self._device and fits(x, tuple(self._layouts[i].stride)) else 0
+        return x.data_ptr() if x.device.type == self._device and has_strides(x, tuple(self._layouts[i].stride)) else 0
 
     def _capture(self, inputs: Sequence[Tensor], moved: Sequence[int]) -> None:
         for i in moved:
@@ -83,8 +81,10 @@ class _Replayed:
                 self._placed[i] = address
             else:
                 del self._placed[i]
+        if self._graph is not None:
+            torch.cuda.current_stream().synchronize()  # CUDA does not say that a graph may be destroyed while it runs
         self._graph, self._given, self._made = None, [], []  # their memory is free for the next graph
-        given = [
+        arguments = [
             x if i in self._placed else layout.empty(self._device).copy_(x)
             for i, (x, layout) in enumerate(zip(inputs, self._layouts, strict=True))
         ]
@@ -92,24 +92,24 @@ class _Replayed:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # also if capturing fails, nothing more goes onto this stream
-            self._compute(*given)  # libraries make their handles, cuDNN chooses kernels: not possible in a graph
+            self._compute(*arguments)  # libraries make their handles, cuDNN chooses kernels: not possible in a graph
             # Other threads, which carry messages or read data, may wait for the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                made = self._compute(*given)
+                results = self._compute(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = graph
-        self._given = _by_dtype({i: x for i, x in enumerate(given) if i not in self._placed})
-        self._made = _by_dtype(dict(enumerate(made)))
+        self._given = _by_dtype({i: x for i, x in enumerate(arguments) if i not in self._placed})
+        self._made = _by_dtype(dict(enumerate(results)))
 
 
 def _by_dtype(tensors: dict[int, Tensor]) -> list[tuple[list[int], list[Tensor]]]:
     """Indices and tensors, in lists that one kernel can copy."""
-    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    groups: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for i, x in tensors.items():
-        indices, alike = found.setdefault(x.dtype, ([], []))
+        indices, alike = groups.setdefault(x.dtype, ([], []))
         indices.append(i)
         alike.append(x)
-    return list(found.values())
+    return list(groups.values())
 
 
 @functools.cache

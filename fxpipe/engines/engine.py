@@ -61,7 +61,8 @@ class Engine(ABC):
             the `fxpipe.plan.packing.Layout` of their specs.
 
         Raises:
-            BackendError: the engine cannot run the part; one line says why, and where.
+            BackendError: the engine cannot run the part; one line says why, and where. `EnginePart` makes one of every
+                other error.
         """
 
 
@@ -89,22 +90,22 @@ class EnginePart(PureFunction):
         self._pieces = []
         whole = pieces(part)
         for number, piece in enumerate(whole):
-            trimmed, kept = trim(piece.part), kept_as(piece.part, engine)
-            inner = _built(trimmed.inner, engine, cache / kept if cache and engine.keeps else None, say)
-            later = frozenset(i for each in whole[number + 1 :] for i in each.takes)
+            trimmed, file_name = trim(piece.part), kept_as(piece.part, engine)
+            inner = _built(trimmed.inner, engine, cache / file_name if cache and engine.keeps else None, say)
+            later = frozenset(i for other in whole[number + 1 :] for i in other.takes)
             self._pieces.append((piece, trimmed, inner, later))
-            self.kept.append(kept)
+            self.kept.append(file_name)
         super().__init__(part, self._computed)
 
     def _computed(self, values: list[Any]) -> Iterator[Iterable[tuple[int, Tensor]]]:
         """The outputs of one piece after the other; a value is let go after the last piece that takes it."""
         for piece, trimmed, inner, later in self._pieces:
-            given = [values[i] for i in piece.takes]
-            made = trimmed.finish(given, inner([given[i] for i in trimmed.takes]))
-            values += made[len(piece.gives) :]
+            inputs = [values[i] for i in piece.takes]
+            outputs = trimmed.finish(inputs, inner([inputs[i] for i in trimmed.takes]))
+            values += outputs[len(piece.gives) :]
             values[:] = [value if i in later else None for i, value in enumerate(values)]
-            del given
-            yield zip(piece.gives, made, strict=False)
+            del inputs
+            yield zip(piece.gives, outputs, strict=False)
 
     def judge(self, function: Function) -> Function:
         """Adapt the emitted function, or the part in float64, for a comparison with the engine's results."""
@@ -121,12 +122,14 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
     elif path and not path.exists():
         say(f"building {part.name} for {engine.name}, kept in {path.parent}")
     try:
-        made = engine.build(part, path)
+        compute = engine.build(part, path)
         if path and not is_intact(path):
             record(path)
-        return made
-    except FxpipeError:
+        return compute
+    except BackendError:
         raise
+    except FxpipeError as error:
+        raise BackendError(error.what, where=error.where, hint=error.hint) from error
     except Exception as error:
         raise BackendError(
             f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"

@@ -12,7 +12,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.engines.engine import Engine
-from fxpipe.engines.layouts import copied, fits, for_layouts
+from fxpipe.engines.layouts import copied, for_layouts, has_strides, layouts
 from fxpipe.errors import BackendError, first_line
+from fxpipe.files import owned, put, remove_abandoned
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
@@ -43,9 +43,6 @@ _CONFIG = {
 }
 # Inductor's decompositions that do not compute the same as the kernels they replace: see fxpipe/tracing/kernels.py.
 _NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
-ABANDONED = 3600.0
-"""Seconds after which a folder without a change is of a process that was killed."""
-
 _LOGGERS = (INDUCTOR, DYNAMO, FUNCTORCH)
 
 
@@ -79,24 +76,19 @@ class InductorEngine(Engine):
         index = torch.cuda.current_device() if torch.device(part.device).type == "cuda" else "cpu"
         situation = f"{self.version()}, {index}, {torch.get_num_threads()} threads"
         file = f"{hashlib.sha256(situation.encode()).hexdigest()[:16]}.artifact"
-        layouts = [Layout(i.tensor, i.name) for i in part.inputs]
-        results = [Layout(o.tensor, o.name) for o in part.outputs]
         function = _load(part.device, cache, file) if cache is not None else None
         if function is None:
-            function = self._compile(part, layouts, results, cache, file)
-        return _Compiled(function, layouts, results)
+            function = self._compile(part, cache, file)
+        return _Compiled(function, *layouts(part))
 
-    def _compile(
-        self, part: PurePart, layouts: Sequence[Layout], results: Sequence[Layout], cache: Path | None, file: str
-    ) -> Callable[..., Any]:
-        graph = for_layouts(part, self.name, layouts, results)
-        mode = FakeTensorMode()
-        with mode:
-            examples: list[Any] = [layout.empty(part.device) for layout in layouts]
+    def _compile(self, part: PurePart, cache: Path | None, file: str) -> Callable[..., Any]:
+        graph = for_layouts(part, self.name)
+        with FakeTensorMode():
+            examples: list[Any] = [layout.empty(part.device) for layout in layouts(part)[0]]
         folder = _temporary(cache)
         try:
             with _quiet(part.device, folder) as inductor:
-                made = inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
+                artifact = inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, Exception):
@@ -105,8 +97,8 @@ class InductorEngine(Engine):
                 f"inductor cannot compile {part.name}: {_reason(error)}",
                 hint="use --backend eager for this build",
             ) from error
-        function: Callable[..., Any] = made
-        if cache is not None and _save(made, folder, cache, file):
+        function: Callable[..., Any] = artifact
+        if cache is not None and _save(artifact, folder, cache, file):
             # Load it from the cache, as the next process will.
             return _load(part.device, cache, file) or function
         weakref.finalize(function, shutil.rmtree, folder, ignore_errors=True)
@@ -126,13 +118,13 @@ class _Compiled:
         self._shared: frozenset[int] | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        given = [
-            x if fits(x, stride) else copied(x, layout)
+        arguments = [
+            x if has_strides(x, stride) else copied(x, layout)
             for x, (layout, stride) in zip(inputs, self._inputs, strict=True)
         ]
-        results = self._function(*given)
+        results = self._function(*arguments)
         if self._shared is None:  # the same at every call
-            self._shared = _sharing(given, results)
+            self._shared = _sharing(arguments, results)
         return [
             x if x.stride() == stride and i not in self._shared else copied(x, layout)
             for i, (x, stride, layout) in enumerate(zip(results, self._strides, self._outputs, strict=True))
@@ -162,20 +154,14 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
         return None
 
 
-def _save(made: Any, folder: Path, cache: Path, file: str) -> bool:
+def _save(artifact: Any, folder: Path, cache: Path, file: str) -> bool:
     """Make `folder` the cache; False if that fails, which only costs the next compile."""
     try:
-        made.save(path=str(folder / file), format="binary")
-        if cache.is_dir():
-            # A folder cannot replace one that has files: move the damaged one away first.
-            aside = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
-            os.replace(cache, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            cache.unlink(missing_ok=True)
-        os.replace(folder, cache)
+        artifact.save(path=str(folder / file), format="binary")
+        put(folder, cache)
     except Exception:  # read-only, full, another process was faster, or code that inductor cannot save
         return False
+    shutil.rmtree(folder, ignore_errors=True)  # what was there before
     return True
 
 
@@ -183,10 +169,8 @@ def _temporary(cache: Path | None) -> Path:
     if cache is not None:
         with contextlib.suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            for old in cache.parent.glob(f".{cache.name}.*"):
-                if time.time() - old.stat().st_mtime > ABANDONED:  # else another replica is compiling the same part
-                    shutil.rmtree(old, ignore_errors=True)
-            return Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent)).absolute()
+            remove_abandoned(cache.parent)
+            return Path(tempfile.mkdtemp(owned(), f".{cache.name}.", cache.parent)).absolute()
     return Path(tempfile.mkdtemp(prefix="fxpipe-inductor-"))
 
 
@@ -226,13 +210,13 @@ def _reason(error: BaseException) -> str:
 
 def _machine() -> str:
     """This processor and this device: code is made for exactly these."""
-    known: list[Any] = []
+    facts: list[Any] = []
     with contextlib.suppress(AttributeError, RuntimeError):
-        known += sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)
+        facts += sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        known += [device.name, device.major, device.minor, torch.version.cuda]
-    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+        facts += [device.name, device.major, device.minor, torch.version.cuda]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return f"machine {torch.backends.cpu.get_cpu_capability()} {digest}"
 
 

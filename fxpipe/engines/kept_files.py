@@ -17,34 +17,34 @@ from fxpipe.files import replaced
 DIGEST = ".sha256"
 
 
-def is_intact(kept: Path) -> bool:
+def is_intact(entry: Path) -> bool:
     """Whether a file or folder of the cache has its recorded digest."""
     try:
-        return _record_of(kept).read_text(encoding="ascii", errors="replace") == _digest(kept)
+        return _record_of(entry).read_text(encoding="ascii", errors="replace") == _digest(entry)
     except OSError:
         return False
 
 
-def record(kept: Path) -> None:
+def record(entry: Path) -> None:
     """Write the digest of a file or folder, if it exists."""
     with contextlib.suppress(OSError):
-        if kept.exists():
-            write_whole(_record_of(kept), _digest(kept).encode())
+        if entry.exists():
+            write_whole(_record_of(entry), _digest(entry).encode())
 
 
-def remove(kept: Path) -> bool:
+def remove(entry: Path) -> bool:
     """Remove a file or folder; returns whether it is gone."""
-    if kept.is_dir() and not kept.is_symlink():
-        shutil.rmtree(kept, ignore_errors=True)
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
-            kept.unlink()
-    return not kept.exists()
+            entry.unlink()
+    return not entry.exists()
 
 
-def names_of(kept: str) -> tuple[str, str]:
+def names_of(name: str) -> tuple[str, str]:
     """The names in the cache of a kept file or folder: its own, and its digest's."""
-    return kept, kept + DIGEST
+    return name, name + DIGEST
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -55,25 +55,25 @@ def write_whole(path: Path, content: bytes) -> None:
             file.write(content)
 
 
-def _record_of(kept: Path) -> Path:
-    return kept.with_name(kept.name + DIGEST)
+def _record_of(entry: Path) -> Path:
+    return entry.with_name(entry.name + DIGEST)
 
 
-def _digest(kept: Path) -> str:
+def _digest(entry: Path) -> str:
     """The digest of all its files and their paths."""
-    found = hashlib.sha256()
-    for file in _files(kept):
-        found.update(f"{file.relative_to(kept).as_posix()}\0".encode(errors="surrogateescape"))
+    digest = hashlib.sha256()
+    for file in _files(entry):
+        digest.update(f"{file.relative_to(entry).as_posix()}\0".encode(errors="surrogateescape"))
         with file.open("rb") as opened:
-            found.update(hashlib.file_digest(opened, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
-def _files(kept: Path) -> Iterator[Path]:
+def _files(entry: Path) -> Iterator[Path]:
     """All files except those that torch writes when it loads: locks and bytecode."""
-    if not kept.is_dir():
-        yield kept
+    if not entry.is_dir():
+        yield entry
         return
-    for path in sorted(kept.rglob("*")):
+    for path in sorted(entry.rglob("*")):
         if not path.is_dir() and path.suffix != ".lock" and path.parent.name != "__pycache__":
             yield path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, fx
 
@@ -15,7 +13,7 @@ from fxpipe.stages.pure_part import PurePart
 aten = torch.ops.aten
 
 
-def fits(x: Tensor, stride: tuple[int, ...]) -> bool:
+def has_strides(x: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether a tensor is plain memory with these strides."""
     return x.stride() == stride and not x.is_conj() and not x.is_neg()
 
@@ -25,8 +23,15 @@ def copied(x: Tensor, layout: Layout) -> Tensor:
     return layout.empty(x.device).copy_(x)
 
 
-def for_layouts(part: PurePart, engine: str, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> fx.GraphModule:
+def layouts(part: PurePart) -> tuple[list[Layout], list[Layout]]:
+    """Of its inputs and its outputs, as engines take and return them."""
+    inputs, outputs = ([Layout(row.tensor, row.name) for row in rows] for rows in (part.inputs, part.outputs))
+    return inputs, outputs
+
+
+def for_layouts(part: PurePart, engine: str) -> fx.GraphModule:
     """The graph for inputs and outputs without gaps; the strides differ from the traced ones if these have gaps."""
+    inputs, outputs = layouts(part)
     graph = copy_graph(part.graph.graph)
     for node in graph.nodes:
         node.meta.clear()  # the strides it was traced with

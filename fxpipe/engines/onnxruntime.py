@@ -40,10 +40,10 @@ class OrtEngine(Engine):
             return f"{' and '.join(absent)} not installed: {INSTALL}"
         import onnxruntime
 
-        found = onnxruntime.get_available_providers()
-        if PROVIDERS.get(device) in found:
+        providers = onnxruntime.get_available_providers()
+        if PROVIDERS.get(device) in providers:
             return None
-        return f"onnxruntime {onnxruntime.__version__} has no provider for {device}: {', '.join(found)}" + (
+        return f"onnxruntime {onnxruntime.__version__} has no provider for {device}: {', '.join(providers)}" + (
             "; install onnxruntime-gpu instead of onnxruntime" if device == "cuda" else ""
         )
 
@@ -56,12 +56,8 @@ class OrtEngine(Engine):
         return f"{_packages()}; {', '.join(onnxruntime.get_available_providers())}"
 
     def build(self, part: PurePart, cache: Path | None) -> Compute:
-        model = cache.read_bytes() if cache is not None and cache.is_file() else None
-        try:
-            if model is not None:
-                return Session(part, model)
-        except BackendError:
-            pass  # a truncated file: make it again
+        if cache is not None and cache.is_file():
+            return Session(part, cache.read_bytes())
         rows: tuple[PartInput | PartOutput, ...] = (*part.inputs, *part.outputs)
         odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
         if odd:
@@ -76,7 +72,7 @@ class OrtEngine(Engine):
         try:
             model = _model(part)
             compute = Session(part, model)
-        except BackendError as error:
+        except FxpipeError as error:
             if not narrow:
                 raise
             raise BackendError(f"in bfloat16, {error.what}", where=error.where, hint=NARROW) from error
@@ -86,8 +82,8 @@ class OrtEngine(Engine):
 
 
 def _packages() -> str:
-    found = {name: _version(name) for name in PACKAGES}
-    return ", ".join(f"{name} {number}" for name, number in found.items() if number)
+    versions = {name: _version(name) for name in PACKAGES}
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if number)
 
 
 def _version(package: str) -> str | None:
@@ -100,19 +96,10 @@ def _version(package: str) -> str | None:
 def _model(part: PurePart) -> bytes:
     from fxpipe.onnx.convert import convert
 
-    try:
-        module = _physical(part)
-        holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-        examples = [n.meta["val"] for n in holders]
-        inputs, outputs = _names(part)
-        made: bytes = convert(module, examples, inputs, outputs).SerializeToString()
-    except FxpipeError as error:
-        raise BackendError(error.what, where=error.where, hint=error.hint) from error
-    except Exception as error:
-        raise BackendError(
-            f"{part.name} cannot be translated to ONNX: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    return made
+    module = _physical(part)
+    examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    model: bytes = convert(module, examples, *_names(part)).SerializeToString()
+    return model
 
 
 def _names(part: PurePart) -> tuple[list[str], list[str]]:
@@ -188,19 +175,19 @@ class Session:
         self._bind = self._binding._iobinding
         self._place = ort.OrtDevice.make(self._device.type, index)._get_c_device()
         inputs, outputs = _names(part)
-        known = {i.name for i in self._session.get_inputs()}
+        input_names = {i.name for i in self._session.get_inputs()}
         self._inputs = [
-            _BoundTensor(name, row.tensor) if name in known else None
+            _BoundTensor(name, row.tensor) if name in input_names else None
             for name, row in zip(inputs, part.inputs, strict=True)
         ]
         self._outputs = [_BoundTensor(name, row.tensor) for name, row in zip(outputs, part.outputs, strict=True)]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        made, _held = self.bind(inputs)  # bound memory must live until the session has run
+        outputs, _held = self.bind(inputs)  # bound memory must live until the session has run
         if self._device.type == "cuda":  # the session has its own stream: it takes torch's default stream, 0, for none
             torch.cuda.current_stream().synchronize()
         self._session.run_with_iobinding(self._binding, self._run_options)
-        return made
+        return outputs
 
     def bind(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Bind the inputs and new memory for outputs; returns the outputs, and copies of inputs with other strides."""
@@ -216,15 +203,15 @@ class Session:
             if address != port.bound:
                 bind.bind_input(port.name, place, port.type, port.physical, address)
                 port.bound = address
-        made = []
+        outputs = []
         for port in self._outputs:
             value = port.layout.empty(self._device)
             address = value.data_ptr()
             if address != port.bound:
                 bind.bind_output(port.name, place, port.type, port.physical, address)
                 port.bound = address
-            made.append(value)
-        return made, copies
+            outputs.append(value)
+        return outputs, copies
 
 
 class _BoundTensor:

@@ -38,26 +38,26 @@ def pieces(part: PurePart) -> tuple[Piece, ...]:
     """The part in pieces with about equal bytes of gradients, each with whole buckets."""
     graph, places = part.graph.graph, _places(part)
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    known = [node for node in graph.nodes if node.op == "placeholder"]
+    sources = [node for node in graph.nodes if node.op == "placeholder"]
     rows = list(part.inputs)
-    made = []
+    small_pieces = []
     for place in range(1 + max(places.values(), default=0)):
-        own = [node for node in graph.nodes if places.get(node) == place]
+        nodes = [node for node in graph.nodes if places.get(node) == place]
         gives = [i for i, node in enumerate(results) if places.get(node, 0) == place]
-        given = [results[i] for i in gives]
-        takes = [i for i, n in enumerate(known) if n in given or any(places.get(user) == place for user in n.users)]
-        later = [n for n in own if n.op != "get_attr" and any(places.get(user, place) > place for user in n.users)]
+        outputs = [results[i] for i in gives]
+        takes = [i for i, n in enumerate(sources) if n in outputs or any(places.get(user) == place for user in n.users)]
+        later = [n for n in nodes if n.op != "get_attr" and any(places.get(user, place) > place for user in n.users)]
         passed = [PartOutput("saved", node.name, tensor_spec(node.meta["val"])) for node in later]
         small = replace(
             part,
-            graph=_graph(part, own, [known[i] for i in takes], [*given, *later]),
+            graph=_graph(part, nodes, [sources[i] for i in takes], [*outputs, *later]),
             inputs=tuple(rows[i] for i in takes),
             outputs=(*(part.outputs[i] for i in gives), *passed),
         )
-        made.append(Piece(small, tuple(takes), tuple(gives)))
-        known += later
+        small_pieces.append(Piece(small, tuple(takes), tuple(gives)))
+        sources += later
         rows += [PartInput("saved", row.name, row.tensor) for row in passed]
-    return tuple(made)
+    return tuple(small_pieces)
 
 
 def _places(part: PurePart) -> dict[fx.Node, int]:
@@ -70,22 +70,22 @@ def _places(part: PurePart) -> dict[fx.Node, int]:
     for bucket, upto in zip(members, accumulate(sizes), strict=True):
         groups[max(0, -(-upto * count // sum(sizes)) - 1) if upto else 0] += bucket
     groups[-1] += results
-    found: dict[fx.Node, int] = {}
+    places: dict[fx.Node, int] = {}
     for place, left in enumerate(groups):
         while left:
             node = left.pop()
-            if node not in found and node.op != "placeholder":
-                found[node] = place
+            if node not in places and node.op != "placeholder":
+                places[node] = place
                 left += node.all_input_nodes
     for node in part.graph.graph.nodes:
-        if is_getitem(node) and node in found:
-            found[node] = found[node.args[0]]
-    numbers = {place: i for i, place in enumerate(sorted({*found.values()}))}
-    return {node: numbers[place] for node, place in found.items()}
+        if is_getitem(node) and node in places:
+            places[node] = places[node.args[0]]
+    numbers = {place: i for i, place in enumerate(sorted({*places.values()}))}
+    return {node: numbers[place] for node, place in places.items()}
 
 
 def _graph(
-    part: PurePart, own: Sequence[fx.Node], takes: Sequence[fx.Node], results: Sequence[fx.Node]
+    part: PurePart, nodes: Sequence[fx.Node], takes: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
     graph = fx.Graph()
     copies = {}
@@ -98,7 +98,7 @@ def _graph(
             copies[node] = graph.node_copy(node)
         return copies[node]
 
-    for node in own:
+    for node in nodes:
         copies[node] = graph.node_copy(node, copied)
     end = graph.output(tuple(copied(node) for node in results))
     end.meta["val"] = tuple(node.meta["val"] for node in results)

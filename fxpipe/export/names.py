@@ -49,16 +49,16 @@ def names_of(part: PurePart) -> tuple[list[str], list[str]]:
 def row_of(plan: Plan, value: str, row: PartInput | PartOutput) -> dict[str, Any]:
     """The metadata of an input or output, whose name in the model is `value`."""
     kind, name = row.kind, row.name
-    made: dict[str, Any] = {"value": value, "kind": kind, "name": name}
+    metadata: dict[str, Any] = {"value": value, "kind": kind, "name": name}
     if kind in ("sent", "received"):
         edge = next(e for e in plan.edges if e.name == name)
-        made |= {"edge": edge.kind, **({"to": edge.dst} if kind == "sent" else {"from": edge.src})}
+        metadata |= {"edge": edge.kind, **({"to": edge.dst} if kind == "sent" else {"from": edge.src})}
     if kind in ("weight", "gradient"):
         parameter = next(p for p in plan.parameters if name in p.names)
-        made |= {"owner": parameter.owner, "trained": parameter.trained}
+        metadata |= {"owner": parameter.owner, "trained": parameter.trained}
         if len(parameter.names) > 1:
-            made["names"] = list(parameter.names)
-    return made
+            metadata["names"] = list(parameter.names)
+    return metadata
 
 
 def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
@@ -70,7 +70,7 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
         return f"{row['edge']} sent to worker {row['to']}"
     if kind == "weight":
         return "weight" if worker in (None, row["owner"]) else f"copy of a weight of worker {row['owner']}"
-    known = {
+    words = {
         "buffer": "buffer",
         "batch": "leaf of the batch",
         "saved": "saved by forward for backward",
@@ -80,7 +80,7 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
         "update": "new value of a buffer",
         "gradient": f"gradient of {row['name']}",
     }
-    return known[kind]
+    return words[kind]
 
 
 def describe(model: onnx.ModelProto, body: Mapping[str, Any], worker: int | None) -> str:

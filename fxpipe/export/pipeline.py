@@ -67,10 +67,10 @@ def assemble(parts: Sequence[Converted]) -> PipelineModel:
     graph = _MainGraph()
     for part in parts:
         graph.call(part)
-    made = helper.make_graph(graph.nodes, "pipeline", graph.infos, graph.results, value_info=graph.inner)
+    main = helper.make_graph(graph.nodes, "pipeline", graph.infos, graph.results, value_info=graph.inner)
     opsets = _opsets([p.model for p in parts])
     model = helper.make_model(
-        made,
+        main,
         functions=[function_of(p) for p in parts],
         opset_imports=[*(helper.make_opsetid(d, v) for d, v in opsets.items()), helper.make_opsetid(DOMAIN, 1)],
         ir_version=max(p.model.ir_version for p in parts),
@@ -94,11 +94,11 @@ def function_of(converted: Converted) -> onnx.FunctionProto:
 
 
 def _opsets(models: Sequence[onnx.ModelProto]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    opsets: dict[str, int] = {}
     for model in models:
         for entry in model.opset_import:
-            assert found.setdefault(entry.domain, entry.version) == entry.version, "parts of different opsets"
-    return found
+            assert opsets.setdefault(entry.domain, entry.version) == entry.version, "parts of different opsets"
+    return opsets
 
 
 class _MainGraph:
@@ -117,8 +117,8 @@ class _MainGraph:
     def call(self, converted: Converted) -> None:
         part, graph = converted.part, converted.model.graph
         read = [self._input(part, r, v) for r, v in zip(part.inputs, graph.input, strict=True)]
-        made = [self._output(part, r, v) for r, v in zip(part.outputs, graph.output, strict=True)]
-        node = helper.make_node(part.name, read, made, name=part.name, domain=DOMAIN)
+        outputs = [self._output(part, r, v) for r, v in zip(part.outputs, graph.output, strict=True)]
+        node = helper.make_node(part.name, read, outputs, name=part.name, domain=DOMAIN)
         node.metadata_props.add(key="fxpipe", value=converted.metadata)
         self.nodes.append(node)
 
@@ -155,7 +155,7 @@ class _MainGraph:
 
 
 def _renamed(info: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
-    made = onnx.ValueInfoProto()
-    made.CopyFrom(info)
-    made.name = name
-    return made
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(info)
+    copy.name = name
+    return copy

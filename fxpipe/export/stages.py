@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.checked_files import CheckedModel, ExportedFile, Verdict
@@ -28,7 +28,7 @@ from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
 from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
 from fxpipe.random_state import torch_state_kept
-from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
+from fxpipe.stages.compare import SLACK, Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import LoadedStage, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import Minibatches, evenly
@@ -39,8 +39,6 @@ from fxpipe.stages.stable_order import in_stable_order
 
 OPSET = 20
 PIPELINE = "pipeline"
-SLACK = 3
-"""An output of the pipeline may be off by this many times the effect of a rounding error in every weight."""
 
 
 def export(
@@ -90,7 +88,7 @@ def export(
     if weights == "initializers":
         check_size(PIPELINE, sum(build.tensors[row.name].nbytes for row in plan.tensors), weights)
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
-    values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
+    values = dict(zip([leaf.name for leaf in plan.step.batch], leaves, strict=True))
     with replacing_alone(Path(folder)) as fresh, torch_state_kept(), torch.no_grad(), without_codecs():
         stages = load_stages(plan, build.folder or build.files)
         job = _Export(plan, build.tensors, stages, values, fresh, weights, opset, seed, say)
@@ -157,18 +155,18 @@ class _Export:
         """
         begun = time.perf_counter()
         self.say(f"{PIPELINE}: joining the stages")
-        made = assemble(self.converted)
+        pipeline = assemble(self.converted)
         body = {
             **about(self.plan, self.form),
-            "inputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.inputs],
-            "outputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.outputs],
+            "inputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in pipeline.inputs],
+            "outputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in pipeline.outputs],
         }
-        describe(made.model, body, None)
+        describe(pipeline.model, body, None)
         self.converted.clear()
-        expected = {e.name: _expect(e.row, self.expected[e.part.name, e.row.name]) for e in made.outputs}
-        names = [e.name for e in made.outputs]
-        exact = functools.cache(lambda: self._again(made.outputs, exactly=True))
-        moved = functools.cache(lambda: self._moved(made.outputs, expected))
+        expected = {e.name: _expect(e.row, self.expected[e.part.name, e.row.name]) for e in pipeline.outputs}
+        names = [e.name for e in pipeline.outputs]
+        exact = functools.cache(lambda: self._again(pipeline.outputs, exactly=True))
+        moved = functools.cache(lambda: self._moved(pipeline.outputs, expected))
 
         def verdict(difference: Difference, values: Mapping[str, Tensor]) -> Verdict:
             if rounding_alone(difference, values, expected, names, exact):
@@ -178,9 +176,9 @@ class _Export:
         return self._write(
             CheckedModel(
                 name=PIPELINE,
-                model=made.model,
-                weights=self._weights(made.inputs),
-                inputs={e.name: self._example_of(e) for e in made.inputs},
+                model=pipeline.model,
+                weights=self._weights(pipeline.inputs),
+                inputs={e.name: self._example_of(e) for e in pipeline.inputs},
                 expected=expected,
                 limit=tolerance([d for part in self.ran.values() for d in part.dtypes()], self.plan.autocast),
                 source="all stages",
@@ -210,11 +208,11 @@ class _Export:
             torch.zeros_like(value) if row.name in part.left else value  # as in ONNX, whose backward does not read it
             for row, value in zip(part.outputs, result.flat(), strict=True)
         ]
-        for kinds, table, found in (
+        for kinds, table, rows in (
             (("mask", "buffer"), self.example, zip(part.inputs, inputs, strict=True)),
             (("loss", "gradient", "update"), self.expected, zip(part.outputs, outputs, strict=True)),
         ):
-            table.update({(part.name, row.name): value for row, value in found if row.kind in kinds})
+            table.update({(part.name, row.name): value for row, value in rows if row.kind in kinds})
         self.say(f"{part.name}: converting")
         reads, gives = names_of(part)
         model = self._convert(part, reads, gives)
@@ -262,8 +260,8 @@ class _Export:
 
     def _moved(self, outputs: Sequence[Entry[PartOutput]], expected: Mapping[str, Expected]) -> dict[str, float]:
         """How far a rounding error in every weight moves each output of the stages' own code."""
-        found = {e.name: value for e, value in zip(outputs, self._again(outputs, rounded=True), strict=True)}
-        return {d.output: d.error for d in compare(found, expected)}
+        values = {e.name: value for e, value in zip(outputs, self._again(outputs, rounded=True), strict=True)}
+        return {d.output: d.error for d in compare(values, expected)}
 
     def _again(
         self, outputs: Sequence[Entry[PartOutput]], *, rounded: bool = False, exactly: bool = False
@@ -275,14 +273,14 @@ class _Export:
             state |= {p.name: _rounded(state[p.name]) for p in self.plan.parameters}
 
         def function(worker: int, phase: Phase) -> Function:
-            made = in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].functions[phase]
-            return in_stable_order(made)
+            code = in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].functions[phase]
+            return in_stable_order(code)
 
-        made = {}
+        values = {}
         for call, result in run_microbatch(self.plan, function, state, self.batch, seed=self.seed, packed=not exactly):
             part = self.ran[call.worker, call.phase]
-            made.update({(part.name, row.name): v for row, v in zip(part.outputs, result.flat(), strict=True)})
-        return [made[e.part.name, e.row.name] for e in outputs]
+            values.update({(part.name, row.name): v for row, v in zip(part.outputs, result.flat(), strict=True)})
+        return [values[e.part.name, e.row.name] for e in outputs]
 
     def _weights(self, entries: Sequence[Entry[PartInput]]) -> dict[str, Tensor]:
         """The initial values that may be in the model: a backward reads the new values of buffers, not these."""

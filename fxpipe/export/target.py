@@ -58,8 +58,8 @@ def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
     """
     folder = Path(folder)
     if folder.is_dir():
-        own = _INFERENCE if inference else _TRAINING
-        foreign = sorted(e.name for e in folder.iterdir() if not (own.fullmatch(e.name) and _is_ours(e)))
+        pattern = _INFERENCE if inference else _TRAINING
+        foreign = sorted(e.name for e in folder.iterdir() if not (pattern.fullmatch(e.name) and _is_ours(e)))
         if foreign:
             raise ExportError(
                 f"{folder} exists and holds {', '.join(foreign[:5])}{', …' if len(foreign) > 5 else ''}, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.checkpoint.safetensors_file import read_digests
 from fxpipe.errors import ExportError, listed
 from fxpipe.runtime.worker.final_weights import final_tensors
@@ -28,25 +28,25 @@ def with_trained(build: Build, file: str | Path) -> Build:
     file = Path(file)
     try:
         digests = read_digests(file)
-        found = load_file(file)
+        trained = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ExportError(
             f"{file} cannot be read: {error}", hint="--trained takes a run's model.safetensors"
         ) from error
-    for name, value in found.items():
+    for name, value in trained.items():
         digests.check(name, value)
     missing, other = [], []
     tensors = dict(build.tensors)
-    unknown = set(found)
+    unknown = set(trained)
     for row in final_tensors(build.plan):
         unknown -= set(row.names)
-        given = [(name, found[name]) for name in row.names if name in found]
-        if not given:
+        rows = [(name, trained[name]) for name in row.names if name in trained]
+        if not rows:
             missing.append(row.names[0])
-        for name, value in given:
-            kind, wanted = f"{value.dtype}{list(value.shape)}", f"torch.{row.spec.dtype}{list(row.spec.shape)}"
-            if kind != wanted:
-                other.append(f"{name} is {kind}, not {wanted}".replace("torch.", ""))
+        for name, value in rows:
+            kind, expected = f"{value.dtype}{list(value.shape)}", f"torch.{row.spec.dtype}{list(row.spec.shape)}"
+            if kind != expected:
+                other.append(f"{name} is {kind}, not {expected}".replace("torch.", ""))
             tensors[row.names[0]] = value
     wrong = [("missing", missing), ("not of the model", sorted(unknown)), ("of another kind", other)]
     lines = [f"{what}: {listed(names, 8)}" for what, names in wrong if names]

@@ -29,7 +29,7 @@ BYTES = ("memory_bytes", "bytes_in", "bytes_out")
 _SIZES = (*BYTES, "owned_bytes", "copy_bytes", "saved_bytes")
 
 
-def between(first: Path, second: Path) -> Json:
+def difference_of_folders(first: Path, second: Path) -> Json:
     """`difference` of two build folders.
 
     Raises:
@@ -73,7 +73,7 @@ def difference(
     phases = ("forward", "backward", *(["weights"] if apart else []))
     moved = [row for phase in phases for row in _moved(first, second, phase)]
     files, others = first_files or {}, second_files or {}
-    found: Json = {
+    differences: Json = {
         "first": names[0],
         "second": names[1],
         "settings": _settings(first, second),
@@ -95,7 +95,7 @@ def difference(
             for forecast in (first["forecast"], second["forecast"])
         ],
     }
-    return {"identical": _identical(found), **found}
+    return {"identical": _identical(differences), **differences}
 
 
 def _files(subject: Subject) -> Files:
@@ -107,24 +107,24 @@ def _files(subject: Subject) -> Files:
     }
 
 
-def _identical(found: Json) -> bool:
-    lists = (found["settings"], found["moved"], found["owners"], found["edges"])
-    names = (found["parameters"], found["sources"], found["code"])
+def _identical(differences: Json) -> bool:
+    lists = (differences["settings"], differences["moved"], differences["owners"], differences["edges"])
+    names = (differences["parameters"], differences["sources"], differences["code"])
     return (
         not any(lists)
         and not any(n for group in names for n in group.values())
-        and not any(set(w["changed"]) - set(TIMES) for w in found["workers"])
-        and not found["weights"]
-        and found["units"][0] == found["units"][1]
-        and found["nodes"][0] == found["nodes"][1]
+        and not any(set(w["changed"]) - set(TIMES) for w in differences["workers"])
+        and not differences["weights"]
+        and differences["units"][0] == differences["units"][1]
+        and differences["nodes"][0] == differences["nodes"][1]
     )
 
 
 def _settings(first: Json, second: Json) -> list[Json]:
     pairs = [("fxpipe", first["fxpipe"], second["fxpipe"])]
     pairs += [(name, first["build"][name], second["build"][name]) for name in _SETTINGS]
-    own = [{name: row["value"] for name, row in facts["build"]["settings"].items()} for facts in (first, second)]
-    pairs += [(f"setting {name}", own[0].get(name), own[1].get(name)) for name in {**own[0], **own[1]}]
+    settings = [{name: row["value"] for name, row in facts["build"]["settings"].items()} for facts in (first, second)]
+    pairs += [(f"setting {n}", settings[0].get(n), settings[1].get(n)) for n in {**settings[0], **settings[1]}]
     return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
 
 
@@ -193,11 +193,11 @@ def _edges(first: Json, second: Json) -> list[Json]:
         one, two = before.get(key), now.get(key)
         if one and two and _value(one) == _value(two):
             continue
-        found: Json = before[key] if two is None else two
-        way = {name: found[name] for name in ("kind", "src", "src_phase", "dst", "dst_phase")}
+        edge: Json = before[key] if two is None else two
+        way = {name: edge[name] for name in ("kind", "src", "src_phase", "dst", "dst_phase")}
         names: Json = {"went": [], "came": [], "changed": []}
         row = rows.setdefault(tuple(way.values()), way | names | {"before": 0, "after": 0})
-        row["went" if two is None else "came" if one is None else "changed"].append(found["name"].partition(":")[0])
+        row["went" if two is None else "came" if one is None else "changed"].append(edge["name"].partition(":")[0])
         row["before"] += one["bytes"] if one else 0
         row["after"] += two["bytes"] if two else 0
     return list(rows.values())

@@ -12,16 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 import fxpipe
-from fxpipe.inspection.balance import balance_rows
-from fxpipe.inspection.batches import microbatch_facts, shape_facts
-from fxpipe.inspection.codecs import outer_facts
-from fxpipe.inspection.edges import edge_rows
-from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.modules import ModuleTree, node_table, unit_rows
+from fxpipe.inspection.sentences import evaluation_facts, microbatch_facts, outer_facts, shape_facts
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
-from fxpipe.inspection.workers import worker_rows
+from fxpipe.inspection.workers import balance_rows, edge_rows, worker_rows
 from fxpipe.observe.rates import samples_of
 from fxpipe.passes.analysis.summary import Traffic
 from fxpipe.planner.candidates import PINNED
@@ -79,41 +75,18 @@ def recipe_of(
     Raises:
         ScheduleError, PolicyError: as `facts`.
     """
-    own, plan = policy, subject.plan
+    policy_name, plan = policy, subject.plan
     if (schedule, policy) == (None, None):
-        schedule, own = _ran_with(run)
-    if own is None and schedule in (None, plan.schedule):
-        own = plan.policy
-    if policy is None and own is not None and own.split("+")[0] not in POLICIES:
+        schedule, policy_name = _ran_with(run)
+    if policy_name is None and schedule in (None, plan.schedule):
+        policy_name = plan.policy
+    if policy is None and policy_name is not None and policy_name.split("+")[0] not in POLICIES:
         return None
-    return choose(plan, schedule, own)
+    return choose(plan, schedule, policy_name)
 
 
 def _ran_with(run: dict[str, Any] | None) -> tuple[str | None, str | None]:
     return (None, None) if run is None else (run.get("schedule"), run.get("policy"))
-
-
-def value_facts(
-    subject: Subject, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
-) -> Facts:
-    """The part of `facts` that `fxpipe.inspection.values` needs; nothing is simulated.
-
-    Raises:
-        ScheduleError, PolicyError: as `facts`.
-    """
-    recipe = None
-    asked = (schedule, policy) != (None, None) or run is not None
-    if asked or any(p.owner != w for p in subject.plan.parameters for w, _ in p.readers):
-        recipe = recipe_of(subject, schedule, policy, run)  # knows which weights cross, and takes a while
-    traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
-    tree = ModuleTree(subject)
-    return {
-        "build": build_facts(subject),
-        "modules": tree.rows,
-        "nodes": node_table(subject, tree),
-        "workers": worker_rows(subject, recipe, traffic),
-        "edges": edge_rows(subject, traffic),
-    }
 
 
 def build_facts(subject: Subject) -> Facts:

@@ -36,13 +36,13 @@ _PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 def example(rows: Sequence[Sequence[str]]) -> str:
     """The cell that explains most: one with a prediction, else one with stale weights, if there are any."""
-    found = [cell for row in rows for text in row if (cell := CELL.fullmatch(text))]
+    cells = [cell for row in rows for text in row if (cell := CELL.fullmatch(text))]
 
     def telling(cell: re.Match[str]) -> tuple[bool, ...]:
         behind = int(cell["minibatch"]) - int(cell["version"])
         return cell["ahead"] is not None, behind > 0, int(cell["version"]) > 0, cell["part"] is not None
 
-    return max(found, key=telling)[0]
+    return max(cells, key=telling)[0]
 
 
 def in_words(text: str) -> str:

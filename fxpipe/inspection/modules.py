@@ -33,7 +33,7 @@ class ModuleTree:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        units = subject.plan.units
+        units = subject.plan.step.units
         self._last = max((i for i, path in enumerate(units) if path), default=len(units))
         self._index: dict[str | None, int] = {}
         self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
@@ -57,9 +57,9 @@ class ModuleTree:
         yield ""
         yield from (row.module for row in subject.nodes.rows if row.phase == "F")
         yield from (row.module for row in subject.nodes.rows)
-        yield from subject.plan.units
+        yield from subject.plan.step.units
         yield from (name.rpartition(".")[0] for p in subject.plan.parameters for name in p.names)
-        if self._last < len(subject.plan.units) - 1:
+        if self._last < len(subject.plan.step.units) - 1:
             yield None
 
     def _walk(self, paths: Iterable[str | None]) -> Iterator[tuple[str | None, int | None]]:
@@ -102,7 +102,7 @@ class ModuleTree:
             row = self.rows[row]["parent"]
 
     def _add_nodes(self) -> None:
-        own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
+        spent: dict[tuple[int, Phase, int], tuple[float, int]] = {}
         nodes = Counter[int]()
         for node in self._subject.nodes.rows:
             if node.phase is None:
@@ -111,10 +111,10 @@ class ModuleTree:
             nodes[module] += 1
             if node.op not in WIRES:
                 key = module, node.phase, node.worker
-                ms, count = own.get(key, (0.0, 0))
-                own[key] = ms + (node.ms or 0.0), count + 1
+                ms, count = spent.get(key, (0.0, 0))
+                spent[key] = ms + (node.ms or 0.0), count + 1
         self._add_counts("nodes", nodes)
-        for (module, phase, worker), (ms, count) in own.items():
+        for (module, phase, worker), (ms, count) in spent.items():
             for row in self._up(module):
                 places = row["forward" if phase == "F" else "backward"]
                 before = places.get(worker, (0.0, 0))
@@ -141,7 +141,7 @@ class ModuleTree:
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
     """A row for each unit, in order: its workers, whether they differ, and its costs."""
     plan, cuts = subject.plan, Cuts.of(subject.plan)
-    rows = zip(plan.units, subject.profile.units, units_apart(subject), strict=True)
+    rows = zip(plan.step.units, subject.profile.units, units_apart(subject), strict=True)
     return [
         {
             "module": path,
@@ -163,7 +163,7 @@ def units_apart(subject: Subject) -> list[bool]:
     A kind without nodes does not count, nor does what other workers compute again.
     """
     cuts = Cuts.of(subject.plan)
-    places: list[set[int]] = [set() for _ in subject.plan.units]
+    places: list[set[int]] = [set() for _ in subject.plan.step.units]
     for node in subject.nodes.rows:
         if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(places):
             continue
@@ -183,5 +183,5 @@ def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any]:
         row: list[Any] = [*node[:-1], list(node.inputs)]
         row[place] = tree.of(node.module, node.unit)
         rows.append(row)
-    names = {row: list(found) for row, found in subject.nodes.names.items()}
+    names = {row: list(labels) for row, labels in subject.nodes.names.items()}
     return {"columns": COLUMNS, "rows": rows, "gradients": dict(subject.nodes.gradients), "names": names}

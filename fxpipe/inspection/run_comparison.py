@@ -10,7 +10,7 @@ import shlex
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from fxpipe.observe.rates import RATES
@@ -40,7 +40,7 @@ ALIKE = 0.01
 """Throughputs that differ by a smaller fraction count as equal."""
 
 
-def compare(first: Json, second: Json) -> Json:
+def comparison(first: Json, second: Json) -> Json:
     """Compare two runs. Lists of two have one item per run.
 
     settings     those that differ: {name: [·, ·]}
@@ -65,7 +65,7 @@ def compare(first: Json, second: Json) -> Json:
     }
     rates = speed["samples_per_second"]
     ratio = rates[1] / rates[0] if all(rates) else None
-    found: Json = {
+    comparison: Json = {
         "runs": [run["folder"] for run in runs],
         "settings": settings_that_differ(runs),
         "speed": speed,
@@ -77,7 +77,7 @@ def compare(first: Json, second: Json) -> Json:
         "ratio": ratio,
         "problems": [run["problems"] for run in runs],
     }
-    return found | {"verdict": _verdict(runs, found)}
+    return comparison | {"verdict": _verdict(runs, comparison)}
 
 
 def _throughput(run: Json, name: str) -> float | None:
@@ -100,20 +100,20 @@ def _step_ms(run: Json) -> float | None:
 
 def settings_that_differ(runs: Sequence[Json]) -> dict[str, list[Any]]:
     """The settings that differ: by name, the value of each run, None where it has none."""
-    found: dict[str, list[Any]] = {}
+    differing: dict[str, list[Any]] = {}
     builds = [run.get("build") or {} for run in runs]
     if len({build.get("digest") for build in builds}) > 1:
-        found["build"] = [_build_name(build) for build in builds]
+        differing["build"] = [_build_name(build) for build in builds]
     counts = [len(run["workers"]) if run.get("workers") else None for run in runs]
     engines = [_engines(run) for run in runs]
     steps = [run.get("steps") or len(run["metrics"]["step"]) for run in runs]
     rates = [_rate(run) for run in runs]
     values: dict[str, list[Any]] = {"workers": counts, "engines": engines, "learning_rate": rates}
-    given = [run.get("settings") or {} for run in runs]
-    values |= {f"setting {name}": [own.get(name) for own in given] for own in given for name in own}
+    settings = [run.get("settings") or {} for run in runs]
+    values |= {f"setting {name}": [one.get(name) for one in settings] for one in settings for name in one}
     values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
-    values["arguments"] = [None if own is None else shlex.join(own) for own in values["arguments"]]
-    return {name: own for name, own in values.items() if any(value != own[0] for value in own)} | found
+    values["arguments"] = [None if line is None else shlex.join(line) for line in values["arguments"]]
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)} | differing
 
 
 def outcome(run: Json) -> dict[str, float | None]:
@@ -143,12 +143,12 @@ def _engines(run: Json) -> str | None:
 def _losses(runs: Sequence[Json]) -> Json:
     losses = [run["metrics"]["loss"] for run in runs]
     ends = [[value or 0.0 for value in run["metrics"]["seconds"]] for run in runs]
-    until = min((own[-1] for own in ends if own), default=0.0) if all(ends) else 0.0
-    last = [bisect_right(own, until) for own in ends]
+    until = min((times[-1] for times in ends if times), default=0.0) if all(ends) else 0.0
+    last = [bisect_right(times, until) for times in ends]
     return {
-        "raw": [next(iter(own[-1:]), None) for own in losses],
-        "smoothed": [smoothed(own) for own in losses],
-        "same_time": {"seconds": until, "smoothed": [smoothed(own[:n]) for own, n in zip(losses, last, strict=True)]}
+        "raw": [next(iter(row[-1:]), None) for row in losses],
+        "smoothed": [smoothed(row) for row in losses],
+        "same_time": {"seconds": until, "smoothed": [smoothed(row[:n]) for row, n in zip(losses, last, strict=True)]}
         if until
         else None,
     }
@@ -156,8 +156,8 @@ def _losses(runs: Sequence[Json]) -> Json:
 
 def smoothed(losses: Sequence[float | None]) -> float | None:
     """The mean of the last `SMOOTH` losses that are finite; None if the last one is not, or there is none."""
-    known = [loss for loss in losses[-SMOOTH:] if loss is not None and math.isfinite(loss)]
-    return sum(known) / len(known) if known and known[-1] == losses[-1] else None
+    finite = [loss for loss in losses[-SMOOTH:] if loss is not None and math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite and finite[-1] == losses[-1] else None
 
 
 def _diverged(run: Json) -> int | None:
@@ -169,8 +169,8 @@ def _diverged(run: Json) -> int | None:
 
 
 def _evaluations(runs: Sequence[Json]) -> dict[str, Pair]:
-    found = [run.get("evaluation") or {} for run in runs]
-    return {name: [one.get(name) for one in found] for name in dict.fromkeys(n for one in found for n in one)}
+    rows = [run.get("evaluation") or {} for run in runs]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
 
 
 def _workers(runs: Sequence[Json]) -> list[Json]:
@@ -178,9 +178,9 @@ def _workers(runs: Sequence[Json]) -> list[Json]:
     return [
         {
             "worker": rank,
-            "busy": [own.get(rank, {}).get("busy") for own in rows],
-            "seconds": [own.get(rank, {}).get("seconds") for own in rows],
-            "spent": [_shares(own.get(rank, {})) for own in rows],
+            "busy": [of_run.get(rank, {}).get("busy") for of_run in rows],
+            "seconds": [of_run.get(rank, {}).get("seconds") for of_run in rows],
+            "spent": [_shares(of_run.get(rank, {})) for of_run in rows],
         }
         for rank in sorted(rows[0].keys() | rows[1].keys())
     ]
@@ -191,29 +191,77 @@ def _shares(row: Json) -> dict[str, float] | None:
     return {kind: value / seconds for kind, value in spent.items()} if spent and seconds else None
 
 
-def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
-    said = []
-    if found["ratio"] is None:
-        said.append("Which is faster is unknown: the throughput of one is missing.")
-    elif found["faster"] is None:
-        said.append("They are equally fast.")
+def _verdict(runs: Sequence[Json], comparison: Json) -> list[str]:
+    sentences = []
+    if comparison["ratio"] is None:
+        sentences.append("Which is faster is unknown: the throughput of one is missing.")
+    elif comparison["faster"] is None:
+        sentences.append("They are equally fast.")
     else:
-        fast = found["faster"]
-        ratio, rates = max(found["ratio"], 1 / found["ratio"]), found["speed"]["samples_per_second"]
-        said.append(
+        fast = comparison["faster"]
+        ratio, rates = max(comparison["ratio"], 1 / comparison["ratio"]), comparison["speed"]["samples_per_second"]
+        sentences.append(
             f"Run {fast + 1} is {ratio:.2f} times as fast ({rates[fast]:.1f} samples/s against {rates[1 - fast]:.1f})."
         )
     diverged = [_diverged(run) for run in runs]
     for number, step in enumerate(diverged, start=1):
         if step is not None:
-            said.append(f"Run {number}'s loss is not finite from step {step} on.")
-    then = found["loss"]["same_time"]
+            sentences.append(f"Run {number}'s loss is not finite from step {step} on.")
+    then = comparison["loss"]["same_time"]
     if then and diverged == [None, None] and None not in then["smoothed"]:
         losses = then["smoothed"]
         better = int(losses[1] < losses[0])
         if abs(losses[0] - losses[1]) > 1e-3 * max(map(abs, losses)):
-            said.append(
+            sentences.append(
                 f"After the same time ({then['seconds']:.3g} s) run {better + 1} has the lower loss: "
                 f"{losses[better]:.4g} against {losses[1 - better]:.4g}."
             )
-    return said
+    return sentences
+
+
+def run_table(runs: Sequence[Json], *, seeds: bool = False) -> Json:
+    """Runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON.
+
+    settings  the names of those that differ
+    outcomes  the names of the results: loss (the mean of the last steps), samples_per_second, seconds, and metrics of
+              the last evaluation, as `held out accuracy`
+    rows      {runs: folders, seeds, settings: {name: value}, outcomes: {name: [mean, deviation]}}: the standard
+              deviation of a sample, None for one run; both are None where a run has no finite value
+    problems  of each run
+
+    Args:
+        seeds: runs that differ only in the seed share a row.
+    """
+    differ = settings_that_differ(runs)
+    if any(name.startswith("setting ") for name in differ):
+        differ.pop("learning_rate", None)  # it follows from these settings
+    if seeds:
+        differ.pop("seed", None)
+    groups: dict[str, list[int]] = {}
+    for number in range(len(runs)):
+        key = repr([values[number] for values in differ.values()]) if seeds else str(number)
+        groups.setdefault(key, []).append(number)
+    of_runs = [outcome(run) for run in runs]
+    outcomes = list(dict.fromkeys(name for one in of_runs for name in one))
+    return {
+        "settings": list(differ),
+        "outcomes": outcomes,
+        "rows": [
+            {
+                "runs": [runs[number]["folder"] for number in group],
+                "seeds": [runs[number].get("seed") for number in group],
+                "settings": {name: values[group[0]] for name, values in differ.items()},
+                "outcomes": {name: _spread([of_runs[number].get(name) for number in group]) for name in outcomes},
+            }
+            for group in groups.values()
+        ],
+        "problems": [run["problems"] for run in runs],
+    }
+
+
+def _spread(values: Sequence[float | None]) -> list[float | None]:
+    """The mean and the deviation."""
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return [None, None]
+    return [mean(numbers), stdev(numbers) if len(numbers) > 1 else None]

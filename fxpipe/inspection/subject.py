@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.build.build import Build, optional_files
+from fxpipe.builds.build import Build, optional_files
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
-from fxpipe.plan.build_folder import COSTS, PROFILE, PROGRAM, model_path, read_plan
+from fxpipe.plan.build_folder import COSTS, NODES, PROFILE, model_path, read_plan
 from fxpipe.plan.current import changes
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -83,10 +83,10 @@ def read_subject(folder: str | Path) -> Subject:
         files[stage.file] = source.decode("utf-8", errors="replace")
         if is_edited(source, stage):
             edited.append(stage.file)
-    known = optional_files(folder, plan)
-    costs = known.get("costs", BuildCosts())
-    found = {COSTS: costs.workers, PROGRAM: known.get("nodes"), PROFILE: known.get("profile")}
-    if missing := [name for name, read in found.items() if not read]:
+    optional = optional_files(folder, plan)
+    costs = optional.get("costs", BuildCosts())
+    needed = {COSTS: costs.workers, NODES: optional.get("nodes"), PROFILE: optional.get("profile")}
+    if missing := [name for name, read in needed.items() if not read]:
         raise BuildError(
             f"the build lacks {' and '.join(missing)}, which inspecting it needs",
             where=str(folder),
@@ -95,7 +95,7 @@ def read_subject(folder: str | Path) -> Subject:
     return Subject(
         plan=plan,
         files=files,
-        **known,
+        **optional,
         folder=folder,
         model=model_path(plan, folder),
         edited=tuple(edited),

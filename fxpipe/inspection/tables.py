@@ -8,13 +8,13 @@ from operator import itemgetter
 from typing import Any
 
 from fxpipe.errors import listed as named
-from fxpipe.inspection import formats
 from fxpipe.inspection.table import (
     CLOCK,
     COUNT,
     MOMENT,
     NAME,
     NAMES,
+    NONE,
     SHARE,
     SIZE,
     TEXT,
@@ -24,11 +24,12 @@ from fxpipe.inspection.table import (
     YES,
     Cell,
     Column,
+    Json,
     ShownTable,
+    plural,
 )
 from fxpipe.observe.rates import RATES
-
-Json = dict[str, Any]
+from fxpipe.plan.cost_records import EngineTime
 
 APART = "≠"
 """Marks modules with units whose forward, backward and weight gradients are not all on one worker."""
@@ -76,7 +77,7 @@ def _runs_on(phase: str, module: Json) -> Cell:
 def _ranks(workers: Sequence[int], sign: str) -> Cell:
     if len(workers) > 1 and workers[-1] - workers[0] == len(workers) - 1:
         return workers[0], sign, workers[-1]
-    return tuple(piece for worker in workers for piece in (",", worker))[1:] or formats.NONE
+    return tuple(piece for worker in workers for piece in (",", worker))[1:] or NONE
 
 
 def milliseconds(phase: str, module: Json) -> float | None:
@@ -108,7 +109,7 @@ def workers(facts: Json) -> ShownTable:
 def _place(phase: str, worker: Json) -> str | None:
     """Where a worker's forward or backward begins; None if it has none."""
     first, end = worker[f"{phase}_units"]
-    return f"{worker[f'{phase}_from']} ({formats.plural(end - first, 'unit')})" if first < end else None
+    return f"{worker[f'{phase}_from']} ({plural(end - first, 'unit')})" if first < end else None
 
 
 def parameters(rows: Sequence[Json]) -> ShownTable:
@@ -126,7 +127,7 @@ def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
     kinds: dict[str, list[Json]] = {}
     for edge in rows:
         kinds.setdefault(edge["kind"], []).append(edge)
-    shown = [row for found in kinds.values() for row in (found if every or len(found) <= MANY else _together(found))]
+    shown = [row for group in kinds.values() for row in (group if every or len(group) <= MANY else _together(group))]
     columns = [
         Column("edge", way, WORKERS), Column("kind", "kind", TEXT), Column("value", _value, NAME),
         Column("type", _type, NAME), Column("size", "bytes", SIZE),
@@ -142,9 +143,9 @@ def _together(edges: Sequence[Json]) -> list[Json]:
     for edge in edges:
         ways.setdefault(itemgetter("src", "src_phase", "dst", "dst_phase")(edge), []).append(edge)
     rows = []
-    for _, (first, *rest) in sorted(ways.items()):
-        total = {"count": 1 + len(rest), "bytes": sum(edge["bytes"] for edge in (first, *rest))}
-        rows.append(first | {"dtype": None, "module": None, "source": None} | total if rest else first)
+    for _, (first, *others) in sorted(ways.items()):
+        total = {"count": 1 + len(others), "bytes": sum(edge["bytes"] for edge in (first, *others))}
+        rows.append(first | {"dtype": None, "module": None, "source": None} | total if others else first)
     return rows
 
 
@@ -157,7 +158,7 @@ def way(edge: Json) -> Cell:
 def _value(edge: Json) -> str:
     if "count" in edge:
         return f"{edge['count']:,} edges"
-    return formats.plural(len(edge["names"]), "parameter") if edge["kind"] == "weights" else str(edge["name"])
+    return plural(len(edge["names"]), "parameter") if edge["kind"] == "weights" else str(edge["name"])
 
 
 def _type(edge: Json) -> str | None:
@@ -235,6 +236,16 @@ def schedules(rows: Sequence[Json], samples: int | None) -> ShownTable:
     return ShownTable(columns, rows, "Schedules that were compared")
 
 
+def engines(times: Sequence[EngineTime]) -> ShownTable:
+    """The time of each part of a stage on each engine, the chosen one marked."""
+    parts: dict[str, Json] = {}
+    for time in times:
+        seconds = None if time.seconds is None else f"{1e3 * time.seconds:.1f} ms{' ←' if time.chosen else ''}"
+        parts.setdefault(time.part, {"": time.part})[time.engine] = seconds
+    columns = [Column(name, name, WRITTEN) for name in dict.fromkeys(time.engine for time in times)]
+    return ShownTable([Column("", "", TEXT), *columns], list(parts.values()), "Engines")
+
+
 def spans(name: str, rows: Sequence[Sequence[Any]]) -> ShownTable:
     """The spans of a timeline."""
     titles = ("worker", "what", "minibatch", "microbatch", "start, s", "end, s")
@@ -256,10 +267,10 @@ def steps(metrics: Json, named: Json) -> ShownTable:
         named: metrics that the model file defines.
     """
     names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
-    known = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
+    series = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
     columns = [Column("step", itemgetter(0), COUNT)]
-    columns += [Column(name, itemgetter(i)) for i, name in enumerate(known, start=1)]
-    return ShownTable(columns, list(zip(metrics["step"], *known.values(), strict=True)), "Steps")
+    columns += [Column(name, itemgetter(i)) for i, name in enumerate(series, start=1)]
+    return ShownTable(columns, list(zip(metrics["step"], *series.values(), strict=True)), "Steps")
 
 
 def spent(rows: Sequence[Json], kinds: Iterable[str]) -> ShownTable:
@@ -274,14 +285,19 @@ def _spent_on(kind: str, worker: Json) -> float | None:
 
 
 def paces(rows: Sequence[Json]) -> ShownTable:
-    """Each worker's times for a minibatch of a run."""
-    columns = [
-        WORKER, Column("busy", "busy", SHARE), Column("forward", "forward_ms", TIME),
-        Column("backward", "backward_ms", TIME), Column("wait", "wait_ms", TIME),
-    ]  # fmt: skip
+    """Each worker's times for a microbatch of a run, and what was planned, where there was a forecast."""
+    planned = any(row.get("planned") for row in rows)
+    columns = [WORKER, Column("busy", "busy", SHARE)]
+    for title, key in (("F", "forward_ms"), ("B", "backward_ms"), ("wait", "wait_ms")):
+        columns.append(Column(title, key, TIME))
+        columns += [Column("planned", partial(_planned, key), TIME)] if planned else []
     if any(engine != "eager" for w in rows for engine in w["engines"]):
         columns.append(Column("engines", "engines", NAMES))
-    return ShownTable(columns, rows, "Minibatches of the workers")
+    return ShownTable(columns, rows, "Microbatches of the workers")
+
+
+def _planned(key: str, worker: Json) -> float | None:
+    return (worker.get("planned") or {}).get(key)
 
 
 def moves(rows: Sequence[Json]) -> ShownTable:
@@ -295,12 +311,12 @@ def moves(rows: Sequence[Json]) -> ShownTable:
 
 def waits(rows: Sequence[Json]) -> ShownTable:
     """What the workers of a run waited for, the longest waits first."""
-    found = [wait | {"worker": w["worker"]} for w in rows for wait in w.get("waits") or ()]
+    every_wait = [wait | {"worker": w["worker"]} for w in rows for wait in w.get("waits") or ()]
     columns = (
         WORKER, Column("waited for", "what", NAME), Column("from", "from", WORKERS),
         Column("seconds", "seconds", CLOCK),
     )  # fmt: skip
-    longest = sorted(found, key=lambda wait: -(wait.get("seconds") or 0))
+    longest = sorted(every_wait, key=lambda wait: -(wait.get("seconds") or 0))
     return ShownTable(columns, longest, "What the workers waited for")
 
 

@@ -11,8 +11,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import ActionMemory, memory_of
-from fxpipe.simulator.result import Simulation
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import Simulation, simulate
 
 MINIBATCHES = 12
 """This many are shown, or more with many workers, if `SPANS` allows."""
@@ -27,14 +26,14 @@ def outlook(subject: Subject, recipe: Recipe) -> tuple[dict[str, Any], dict[str,
     scenario, steady = expect(subject.plan, subject.costs, recipe)
     period = steady.seconds_per_minibatch
     rate = steady.samples_per_second(samples_of(subject.plan))
-    own, rows = subject.plan.own_microbatches, range(subject.plan.workers)
+    microbatches, rows = subject.plan.own_microbatches, range(subject.plan.workers)
     forecast = {
         "schedule": names[0],
         "policy": names[1],
         "samples_per_second": rate if period else None,  # JSON has no infinity
         "milliseconds": 1e3 * period,
         "bubble": steady.bubble,
-        "busy": [scenario.busy(k, own) / period if period else 0.0 for k in rows],
+        "busy": [scenario.busy(k, microbatches) / period if period else 0.0 for k in rows],
     }
     shown = _minibatches(subject)
     memory = [
@@ -46,8 +45,8 @@ def outlook(subject: Subject, recipe: Recipe) -> tuple[dict[str, Any], dict[str,
 
 def _minibatches(subject: Subject) -> int:
     """Enough to show the full pipeline, but not too many for a page."""
-    workers, each = subject.plan.workers, 4 * subject.plan.own_microbatches  # spans of a minibatch, about
-    return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
+    workers, spans = subject.plan.workers, 4 * subject.plan.own_microbatches  # spans of a minibatch, about
+    return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * spans)))
 
 
 def _timeline(simulation: Simulation, memory: Sequence[Sequence[ActionMemory]]) -> dict[str, Any]:

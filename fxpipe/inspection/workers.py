@@ -1,13 +1,21 @@
-"""The workers: what each runs, owns, receives and holds."""
+"""The workers: what each runs, owns, receives and holds, what crosses between them, and how well cuts balance them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic, begin
+from fxpipe.plan.spec import PHASES, ParameterSpec
+from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.partition import Load, Partition, of_cuts
 from fxpipe.planner.quantity import size
+from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Workers
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
@@ -35,12 +43,12 @@ def speed_of(subject: Subject, rank: int) -> float:
 
 def again_text(costs: BuildCosts) -> str:
     """One line: what backwards compute again to save memory; '' if that is nothing."""
-    found = [
+    texts = [
         f"worker {row.rank} {1e3 * row.again:.2f} ms, which saves {size(row.spared_bytes)}"
         for row in costs.workers
         if row.again or row.spared_bytes
     ]
-    return f"computed again, a microbatch: {'; '.join(found)}" if found else ""
+    return f"computed again, a microbatch: {'; '.join(texts)}" if texts else ""
 
 
 def _row(
@@ -99,3 +107,123 @@ def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
     weight = time.weight if subject.plan.weights_apart else None
     spent = (time.forward, time.backward + time.weight, time.update, weight)
     return tuple(None if seconds is None else 1e3 * seconds / speed_of(subject, rank) for seconds in spent)
+
+
+def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
+    """A row for each edge of the plan, in its order; then one for each owner of weights and reader of copies.
+
+    Args:
+        traffic: knows how many versions of the weights are sent; without it, each weight counts once.
+    """
+    sends = subject.nodes.sends
+    rows = []
+    for edge in subject.plan.edges:
+        node = subject.nodes.rows[sends[edge.name]] if edge.name in sends else None
+        rows.append(
+            {
+                "name": edge.name,
+                "kind": edge.kind,
+                "shape": list(edge.tensor.shape),
+                "dtype": edge.tensor.dtype,
+                "bytes": edge.sent.bytes,
+                "codec": edge.codec,
+                "plain_bytes": edge.tensor.bytes,
+                "src": edge.src,
+                "src_phase": edge.src_phase,
+                "dst": edge.dst,
+                "dst_phase": edge.dst_phase,
+                "module": node.module if node and node.module else None,
+                "source": node.source if node else None,
+                "names": [],
+            }
+        )
+    return [*rows, *_weights(subject, traffic)]
+
+
+def _weights(subject: Subject, traffic: Traffic | None) -> Iterator[dict[str, Any]]:
+    copies: dict[tuple[int, int], dict[str, ParameterSpec]] = {}
+    phases: dict[tuple[int, int], set[str]] = {}
+    for parameter in subject.plan.parameters:
+        for reader, phase in parameter.readers if parameter.trained else ():
+            if reader != parameter.owner:
+                copies.setdefault((parameter.owner, reader), {})[parameter.name] = parameter
+                phases.setdefault((parameter.owner, reader), set()).add(phase)
+    for (owner, reader), parameters in sorted(copies.items()):
+        once = sum(p.tensor.bytes for p in parameters.values())
+        dtypes = {p.tensor.dtype for p in parameters.values()}
+        yield {
+            "name": f"weights of worker {owner}",
+            "kind": "weights",
+            "shape": [],
+            "dtype": " ".join(sorted(dtypes)),
+            "bytes": traffic.weights[owner, reader] if traffic else once,
+            "codec": subject.plan.weights_codec,
+            "plain_bytes": once,
+            "src": owner,
+            "src_phase": "update",
+            "dst": reader,
+            "dst_phase": "".join(phase for phase in PHASES if phase in phases[owner, reader]),
+            "module": None,
+            "source": None,
+            "names": list(parameters),
+        }
+
+
+_TIMES = ("forward", "backward", "weight", "update", "recompute", "exposed", "total")
+
+
+def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
+    """A row for each mode of cuts that compiling compared; the row of the build's own cuts is `chosen`.
+
+    If the build's cuts were given by hand, or planned for another schedule or policy, they are the only row, and their
+    cost is computed here. That needs a recipe: without one there are no rows.
+    """
+    planned_for = recipe is None or (recipe.schedule.name, str(recipe.policy)) == (
+        subject.plan.schedule, subject.plan.policy,
+    )  # fmt: skip
+    partitions = list(subject.costs.partitions) if planned_for else []
+    if not partitions and recipe is not None:
+        partitions = [_own(subject, _planned_for(subject, recipe))]
+    order = (*MODES, PINNED)
+    return [_partition_row(p, p is partitions[-1]) for p in sorted(partitions, key=lambda p: order.index(p.mode))]
+
+
+def _planned_for(subject: Subject, recipe: Recipe) -> Workers:
+    setting = Setting(
+        recipe.schedule.name,
+        str(recipe.policy),
+        subject.costs.speeds,
+        links=subject.costs.links,
+        microbatches=subject.plan.own_microbatches,
+        optimizer_bytes=subject.costs.optimizer_bytes,
+        policy_times=subject.costs.policy_times,
+        placement=subject.plan.placement,
+        replicas=subject.plan.replicas if subject.plan.crossing else (),
+        rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
+        dp=subject.plan.dp,
+    )
+    return setting.workers(subject.plan.workers)
+
+
+def _own(subject: Subject, workers: Workers) -> Partition:
+    """The cost of the build's own cuts for these workers."""
+    plan, compared = subject.plan, subject.costs.partitions
+    again = compared[-1].recompute if compared else ()
+    return of_cuts(subject.profile, workers, replace(Cuts.of(plan), recompute=again))
+
+
+def _partition_row(partition: Partition, chosen: bool) -> dict[str, Any]:
+    return {
+        "mode": partition.mode,
+        "chosen": chosen,
+        "efficiency": partition.efficiency,
+        "exact": None if partition.mode == PINNED else partition.exact,
+        "bottleneck_ms": 1e3 * partition.bottleneck,
+        "ideal_ms": 1e3 * partition.ideal,
+        "workers": [load_row(load) for load in partition.loads],
+    }
+
+
+def load_row(load: Load) -> dict[str, float]:
+    """What a microbatch costs a worker: milliseconds, and bytes of memory."""
+    return {f"{part}_ms": 1e3 * getattr(load, part) for part in _TIMES} | {"memory_bytes": load.memory}

@@ -111,8 +111,8 @@ def is_random(node: fx.Node) -> bool:
         return False
     for i, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0)
+            probability = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(probability != 0)
     return True
 
 

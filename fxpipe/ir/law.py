@@ -57,9 +57,9 @@ def _captured(program: Program) -> None:
     inputs = program.placeholders
     parameters = {p.node: p for p in program.parameters}
     buffers = {b.node for b in program.buffers}
-    known = {*parameters, *buffers, *(b.node for b in program.batch if b.node)}
-    if known != set(inputs):
-        raise VerifyError(f"placeholders and tables differ: {sorted(known ^ set(inputs))}")
+    in_tables = {*parameters, *buffers, *(b.node for b in program.batch if b.node)}
+    if in_tables != set(inputs):
+        raise VerifyError(f"placeholders and tables differ: {sorted(in_tables ^ set(inputs))}")
     if len(program.output_nodes) != len(program.outputs):
         raise VerifyError("the output tuple and its table differ in length")
     if "B" in program.phases:
@@ -188,8 +188,8 @@ def _wired(program: Program) -> None:
                 _fail(program, node, f"{node} differs from its edge in shape or dtype")
             ends = node.all_input_nodes if is_send(node) else node.users
             if any(_codec_beyond(program, node, end) != edge.codec for end in ends):
-                said = f"the codec '{edge.codec}'" if edge.codec else "no codec"
-                _fail(program, node, f"the edge of {node} has {said}, but its neighbour has another")
+                codec = f"the codec '{edge.codec}'" if edge.codec else "no codec"
+                _fail(program, node, f"the edge of {node} has {codec}, but its neighbour has another")
         if is_recv(node):
             continue  # its one input is the Send, on the other worker
         for source in node.all_input_nodes:

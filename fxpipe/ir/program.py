@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.stage import Stage
-from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase
+from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase, WatchedSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.loss_scaling import FLOAT16
 
@@ -50,6 +50,7 @@ class NodeInfo:
         source: the user's line, `file.py:12`, or None.
         text: that line's text.
         region: number of the activation-checkpoint region it is in, or None.
+        marks: how many of the step's own marks for cuts come before it (`pipe_split`).
         unit: number of its unit; a backward node has its forward node's.
         bytes: size of its value(s).
         seconds: its cost.
@@ -67,16 +68,17 @@ class NodeInfo:
     seconds: float | None = None
     worker: int | None = None
     weight: bool = False
+    marks: int = 0
 
     def copy(self, **changes: Any) -> NodeInfo:
         """A separate record with some other values; `copy.copy` takes ten times as long."""
-        made = NodeInfo(
+        record = NodeInfo(
             self.phase, self.module, self.source, self.text, self.region, self.unit, self.bytes, self.seconds,
-            self.worker, self.weight,
+            self.worker, self.weight, self.marks,
         )  # fmt: skip
         for name, changed in changes.items():
-            setattr(made, name, changed)
-        return made
+            setattr(record, name, changed)
+        return record
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,10 @@ class Program:
             it is one tensor then.
         totals: computes from a microbatch what is added up over the minibatch, for leaves of the batch that the user's
             batches do not have (`fxpipe/passes/whole_loss.py`).
+        whole: CAPTURED, of a microbatch's step: the same step, captured on the whole batch, or why it cannot be.
+        watched: what it has read of state that hooks of a run reach.
         weights_apart: whether what makes only weight gradients has its own phase, W.
+        attributes: what hangs on trained parameters (`fxpipe.task.parameter_attributes`).
     """
 
     graph: fx.Graph
@@ -195,7 +200,10 @@ class Program:
     summed_metrics: tuple[str, ...] = ()
     loss_metrics: tuple[str, ...] = ()
     totals: Program | None = None
+    whole: Program | str | None = None
     weights_apart: bool = False
+    attributes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    watched: tuple[WatchedSpec, ...] = ()
 
     def copy(self, **changes: Any) -> Program:
         """A program with its own graph (same node names, own records), other fields replaced by `changes`."""
@@ -217,8 +225,8 @@ class Program:
     @property
     def loss_node(self) -> fx.Node | None:
         """The loss; None for an evaluation."""
-        found = (n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
-        return next(found, None)
+        losses = (n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
+        return next(losses, None)
 
     @property
     def scales_loss(self) -> bool:

@@ -1,6 +1,6 @@
 """The program after its last pass as plain rows, one per node: what a build keeps for `fxpipe inspect`.
 
-`program.json` is this table. A run does not need it, and it needs no torch to be read.
+`nodes.json` is this table. A run does not need it, and it needs no torch to be read.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def table_of(program: Program, plan: Plan) -> ProgramTable:
         if is_send(node):
             sends[program.wires[node.name].name] = len(rows)
         rows.append(_call(node, tuple(numbers[n] for n in node.all_input_nodes)))
-    gradients = {parameter: numbers[made] for parameter, made in program.gradients().items()}
+    gradients = {parameter: numbers[gradient] for parameter, gradient in program.gradients().items()}
     return ProgramTable(tuple(rows), sends, gradients, names)
 
 
@@ -165,9 +165,9 @@ def _op(node: fx.Node) -> str:
 
 def _names(program: Program) -> dict[str, tuple[str, ...]]:
     """The model's names for its parameters, buffers and inputs, by node."""
-    found = {p.node: p.names for p in program.parameters}
-    found |= {b.node: b.names for b in program.buffers}
-    return found | {b.node: (b.leaf.name,) for b in program.batch if b.node is not None}
+    names = {p.node: p.names for p in program.parameters}
+    names |= {b.node: b.names for b in program.buffers}
+    return names | {b.node: (b.leaf.name,) for b in program.batch if b.node is not None}
 
 
 def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
@@ -176,12 +176,12 @@ def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, .
 
     owners = {p.name: p.owner for p in plan.parameters}
     homes = {b.name: b.home if b.home is not None else b.workers[0] for b in plan.buffers}
-    found: list[tuple[str, str, int]] = []
-    found += [(p.node, "parameter", owners[p.names[0]]) for p in program.parameters]
-    found += [(b.node, "buffer", homes[b.names[0]]) for b in program.buffers]
-    found += [(b.node, "input", 0) for b in program.batch if b.node is not None]
+    entries: list[tuple[str, str, int]] = []
+    entries += [(p.node, "parameter", owners[p.names[0]]) for p in program.parameters]
+    entries += [(b.node, "buffer", homes[b.names[0]]) for b in program.buffers]
+    entries += [(b.node, "input", 0) for b in program.batch if b.node is not None]
     nodes = program.placeholders
-    for name, op, worker in found:
+    for name, op, worker in entries:
         example = nodes[name].meta["val"]
         first = names[name][0]
         module = "" if op == "input" else first.rpartition(".")[0]

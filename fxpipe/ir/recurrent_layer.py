@@ -54,9 +54,9 @@ def recurrent_layer(
         The output, [steps, samples, directions · features]; the last states, like `hidden`; and two tensors that its
         kernel leaves for the backward, empty if it leaves none.
     """
-    made = _kernel(kind, input, hidden)[0](LayerCall(kind, input.contiguous(), hidden, weights, biases))
-    made += [input.new_empty(0, dtype=torch.uint8) for _ in range(len(hidden) + 3 - len(made))]
-    return [value.contiguous() for value in made]
+    results = _kernel(kind, input, hidden)[0](LayerCall(kind, input.contiguous(), hidden, weights, biases))
+    results += [input.new_empty(0, dtype=torch.uint8) for _ in range(len(hidden) + 3 - len(results))]
+    return [value.contiguous() for value in results]
 
 
 @recurrent_layer.register_fake
@@ -66,8 +66,8 @@ def _(kind: str, input: Tensor, hidden: list[Tensor], weights: list[Tensor], bia
     left = [input.new_empty(0, dtype=torch.uint8) for _ in range(2)]
     if has_kernel(kind, input, hidden):
         shapes = (tuple(input.shape), *(tuple(value.shape) for value in (*hidden, *weights)))
-        known = _left(kind, input.device, input.dtype, len(hidden), shapes, biases)
-        left = [input.new_empty(shape, dtype=dtype) for shape, dtype in known]
+        specs = _left(kind, input.device, input.dtype, len(hidden), shapes, biases)
+        left = [input.new_empty(shape, dtype=dtype) for shape, dtype in specs]
     return [output, *(state.new_empty(state.shape) for state in hidden), *left]
 
 
@@ -102,10 +102,10 @@ def recurrent_layer_backward(
         gradients: of the output and the last states; None for zeros.
         results: of the forward.
     """
-    made = _kernel(kind, input, hidden)[1](
+    computed = _kernel(kind, input, hidden)[1](
         LayerCall(kind, input.contiguous(), hidden, weights, biases), gradients, results
     )
-    return [value.contiguous() for value in made]
+    return [value.contiguous() for value in computed]
 
 
 @recurrent_layer_backward.register_fake
@@ -138,17 +138,17 @@ def _kernel(
 
 def _onednn(layer: LayerCall) -> list[Tensor]:
     kind, input, hidden, weights, biases = layer
-    made = []
+    directions = []
     with torch.enable_grad():  # else the kernel leaves nothing
-        for given, reverse in _directions(hidden, weights, biases):
-            made.append(
+        for arguments, reverse in _directions(hidden, weights, biases):
+            directions.append(
                 aten.mkldnn_rnn_layer(
-                    input, *given, reverse, [], KINDS[kind], given[-1].shape[2], 1, biases, False, False, True
+                    input, *arguments, reverse, [], KINDS[kind], arguments[-1].shape[2], 1, biases, False, False, True
                 )
             )
-    if len(made) == 1:
-        return list(made[0])
-    output, state, cell, left = zip(*made, strict=True)
+    if len(directions) == 1:
+        return list(directions[0])
+    output, state, cell, left = zip(*directions, strict=True)
     return [torch.cat(output, -1), torch.cat(state), torch.cat(cell), *left]
 
 
@@ -159,16 +159,16 @@ def _onednn_backward(layer: LayerCall, gradients: list[Tensor | None], results: 
         [None] * both if value is None else [part.contiguous() for part in value.chunk(both, 0 if place % 3 else -1)]
         for place, value in enumerate((*results[:3], *gradients))
     ]
-    made = []
-    for at, (given, reverse) in enumerate(_directions(hidden, weights, biases)):
-        own = [part[at] for part in parts]
-        sizes = (KINDS[kind], given[-1].shape[2], 1)
-        found = aten.mkldnn_rnn_layer_backward(
-            input, *given, *own, reverse, *sizes, biases, True, False, [], False, results[3 + at]
+    directions = []
+    for at, (arguments, reverse) in enumerate(_directions(hidden, weights, biases)):
+        values = [part[at] for part in parts]
+        sizes = (KINDS[kind], arguments[-1].shape[2], 1)
+        computed = aten.mkldnn_rnn_layer_backward(
+            input, *arguments, *values, reverse, *sizes, biases, True, False, [], False, results[3 + at]
         )
-        found = [value.to(input.dtype) for value in found]  # as autograd does: the kernel's are float32
-        made.append((found[0], found[5], found[6], found[1 : 1 + len(weights) // both]))
-    inputs, states, cells, own_weights = zip(*made, strict=True)
+        computed = [value.to(input.dtype) for value in computed]  # as autograd does: the kernel's are float32
+        directions.append((computed[0], computed[5], computed[6], computed[1 : 1 + len(weights) // both]))
+    inputs, states, cells, own_weights = zip(*directions, strict=True)
     return [functools.reduce(torch.add, inputs), torch.cat(states), torch.cat(cells), *itertools.chain(*own_weights)]
 
 
@@ -177,26 +177,26 @@ def _directions(hidden: list[Tensor], weights: list[Tensor], biases: bool) -> It
     state, cell = hidden
     count = len(weights) // len(state)
     for at in range(len(state)):
-        own = weights[at * count : (at + 1) * count]
-        none = [] if biases else [own[0].new_zeros(len(own[0]))] * 2
-        yield (*own, *none, state[at : at + 1].contiguous(), cell[at : at + 1].contiguous()), at == 1
+        direction = weights[at * count : (at + 1) * count]
+        none = [] if biases else [direction[0].new_zeros(len(direction[0]))] * 2
+        yield (*direction, *none, state[at : at + 1].contiguous(), cell[at : at + 1].contiguous()), at == 1
 
 
 def _cudnn(layer: LayerCall) -> list[Tensor]:
-    made = aten._cudnn_rnn(layer.input, *_of_cudnn(layer, None))
-    return [value for place, value in enumerate(made) if place != 2 or layer.kind == "lstm"]
+    results = aten._cudnn_rnn(layer.input, *_of_cudnn(layer, None))
+    return [value for place, value in enumerate(results) if place != 2 or layer.kind == "lstm"]
 
 
 def _cudnn_backward(layer: LayerCall, gradients: list[Tensor | None], results: list[Tensor]) -> list[Tensor]:
     of_output, of_state, of_cell = (*gradients, None)[:3]
     reserve, buffer = results[-2:]
-    given = _of_cudnn(layer, buffer)
+    arguments = _of_cudnn(layer, buffer)
     states = [None if value is None else value.contiguous() for value in (of_output, of_state, of_cell)]
     of_input, of_state, of_cell, of_weights = aten._cudnn_rnn_backward(
-        layer.input, *given[:5], results[0], *states, *given[5:], reserve, [True] * 4
+        layer.input, *arguments[:5], results[0], *states, *arguments[5:], reserve, [True] * 4
     )
-    own = [value.clone() for value in of_weights]  # parts of one buffer
-    return [of_input, *(of_state, of_cell)[: len(layer.hidden)], *own]
+    weight_gradients = [value.clone() for value in of_weights]  # parts of one buffer
+    return [of_input, *(of_state, of_cell)[: len(layer.hidden)], *weight_gradients]
 
 
 def _of_cudnn(layer: LayerCall, buffer: Tensor | None) -> list[Any]:
@@ -227,13 +227,13 @@ def differentiated(
     Args:
         gradients: of the output and the last states; None for zeros.
     """
-    given = [value.detach().requires_grad_() for value in (layer.input, *layer.hidden, *layer.weights)]
-    own = layer._replace(
-        input=given[0], hidden=given[1 : 1 + len(layer.hidden)], weights=given[1 + len(layer.hidden) :]
+    leaves = [value.detach().requires_grad_() for value in (layer.input, *layer.hidden, *layer.weights)]
+    detached = layer._replace(
+        input=leaves[0], hidden=leaves[1 : 1 + len(layer.hidden)], weights=leaves[1 + len(layer.hidden) :]
     )
     with torch.enable_grad():
-        values, known = used(steps(own), gradients)
-        return torch.autograd.grad(values, given, known, materialize_grads=True)
+        values, known_gradients = used(steps(detached), gradients)
+        return torch.autograd.grad(values, leaves, known_gradients, materialize_grads=True)
 
 
 def used(results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
@@ -249,5 +249,5 @@ def is_left(node: fx.Node) -> bool:
     """Whether a node is one of the two tensors that only the kernel of its layer can make and read."""
     if node.target is not operator.getitem:
         return False
-    made, place = cast("tuple[fx.Node, int]", node.args)
-    return made.target is torch.ops.fxpipe.recurrent_layer.default and place > len(cast("list[Any]", made.args[2]))
+    call, place = cast("tuple[fx.Node, int]", node.args)
+    return call.target is torch.ops.fxpipe.recurrent_layer.default and place > len(cast("list[Any]", call.args[2]))

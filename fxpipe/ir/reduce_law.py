@@ -24,15 +24,15 @@ def check_reduced(program: Program) -> None:
     if program.replicas and not workers == len(program.replicas) == len(program.buckets):
         raise VerifyError(f"there are {workers} workers, but not as many numbers of replicas and lists of buckets")
     gradients = _gradients(program)
-    for worker, found in calls.items():
+    for worker, nodes in calls.items():
         several = bool(program.replicas) and program.replicas[worker] > 1
         buckets = program.buckets[worker] if several else ()
-        names, expected = [bucket_of(node) for node in found], [bucket.name for bucket in buckets]
+        names, expected = [bucket_of(node) for node in nodes], [bucket.name for bucket in buckets]
         if names != expected or len(set(expected)) < len(expected):
             raise VerifyError(f"worker {worker} hands over the buckets {names}, but has {expected}")
         if several:
             _check_members(worker, buckets, gradients[worker])
-        for bucket, node in zip(buckets, found, strict=True):
+        for bucket, node in zip(buckets, nodes, strict=True):
             _check_call(program, bucket, node, gradients[worker])
 
 
@@ -40,10 +40,10 @@ def _gradients(program: Program) -> list[dict[str, fx.Node]]:
     """By worker, the gradients that it makes, by parameter."""
     assert program.cuts is not None
     names = {p.node: p.names[0] for p in program.parameters}
-    found: list[dict[str, fx.Node]] = [{} for _ in range(program.cuts.workers)]
+    gradients: list[dict[str, fx.Node]] = [{} for _ in range(program.cuts.workers)]
     for parameter, node in program.gradients().items():
-        found[home_of(node)][names[parameter]] = node
-    return found
+        gradients[home_of(node)][names[parameter]] = node
+    return gradients
 
 
 def _check_members(worker: int, buckets: tuple[BucketSpec, ...], gradients: dict[str, fx.Node]) -> None:

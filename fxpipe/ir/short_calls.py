@@ -74,8 +74,8 @@ def _same(node: fx.Node, call: Callable[..., Any]) -> bool:
             call(*args, **kwargs)
         except Exception:
             return False
-    wanted = (node.target, *_complete(node.target, args, kwargs))
-    return len(seen.calls) == 1 and _equal(seen.calls[0], wanted)
+    expected = (node.target, *_complete(node.target, args, kwargs))
+    return len(seen.calls) == 1 and _equal(seen.calls[0], expected)
 
 
 class _Seen(TorchDispatchMode):
@@ -108,10 +108,10 @@ def _equal(one: Any, other: Any) -> bool:
 def _kinds(value: Any) -> Any:
     """An argument as far as torch chooses an overload by it."""
     if isinstance(value, fx.Node):
-        found = value.meta["val"]
-        return (found.dtype, found.dim() == 0, found.device.type) if isinstance(found, Tensor) else type(found)
+        val = value.meta["val"]
+        return (val.dtype, val.dim() == 0, val.device.type) if isinstance(val, Tensor) else type(val)
     if isinstance(value, (list, tuple)):
-        return [_kinds(each) for each in value]
+        return [_kinds(item) for item in value]
     if isinstance(value, dict):
-        return {name: _kinds(each) for name, each in value.items()}
+        return {name: _kinds(item) for name, item in value.items()}
     return value if isinstance(value, bool) or value is None else type(value)

@@ -48,11 +48,11 @@ class Part:
                 last[node] = node  # until something reads it
             for source in node.all_input_nodes:
                 last[source] = node
-        given = len(self.spec.weights) + len(self.spec.buffers)
-        kept = {n for n in list(self.graph.nodes)[:given] if n.op == "placeholder"}
+        held = len(self.spec.weights) + len(self.spec.buffers)
+        lasting = {n for n in list(self.graph.nodes)[:held] if n.op == "placeholder"}
         dying: dict[fx.Node, list[fx.Node]] = {}
         for node, reader in last.items():
-            if reader.op != "output" and node not in kept:
+            if reader.op != "output" and node not in lasting:
                 dying.setdefault(reader, []).append(node)
         return dying
 

@@ -41,31 +41,31 @@ def check_split(program: Program) -> None:
 def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Node]) -> None:
     part.graph.lint()  # this also checks that a node reads only earlier nodes of its graph
     _compare(where, "is given", *_inputs(program, part))
-    found = {node.name: node for node in part.graph.nodes if node.op == "call_function"}
-    _compare(where, "holds the calls", list(found), [name_in_part(node) for node in calls])
+    calls_by_name = {node.name: node for node in part.graph.nodes if node.op == "call_function"}
+    _compare(where, "holds the calls", list(calls_by_name), [name_in_part(node) for node in calls])
     for node in calls:
         if not is_recv(node):  # it reads the Send, which is on the other worker
-            reads = [source.name for source in found[name_in_part(node)].all_input_nodes]
+            reads = [source.name for source in calls_by_name[name_in_part(node)].all_input_nodes]
             _compare(f"{node} in {where}", "reads", reads, [name_in_part(source) for source in node.all_input_nodes])
     for names, is_end in ((part.spec.receives, is_recv), (part.spec.sends, is_send)):
-        _compare(where, "has the edges", [part.edges[name] for name, n in found.items() if is_end(n)], names)
-    _compare(where, "hands over", [bucket_of(n) for n in found.values() if is_reduce(n)], part.spec.reduces)
+        _compare(where, "has the edges", [part.edges[name] for name, n in calls_by_name.items() if is_end(n)], names)
+    _compare(where, "hands over", [bucket_of(n) for n in calls_by_name.values() if is_reduce(n)], part.spec.reduces)
 
 
 def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
     """The inputs of a part, from its placeholders and from its interface: names of the model, then of saved values."""
     names = {p.node: p.names[0] for p in program.parameters} | {b.node: b.names[0] for b in program.buffers}
     names |= {b.node: b.leaf.name for b in program.batch if b.node}
-    given = [node.name for node in part.graph.nodes if node.op == "placeholder"]
-    local = len(given) - len(part.passed)
-    found = [*(names.get(name, name) for name in given[:local]), *given[local:]]
-    return found, [*part.spec.weights, *part.spec.buffers, *part.spec.batch, *part.passed]
+    placeholders = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+    local = len(placeholders) - len(part.passed)
+    inputs = [*(names.get(name, name) for name in placeholders[:local]), *placeholders[local:]]
+    return inputs, [*part.spec.weights, *part.spec.buffers, *part.spec.batch, *part.passed]
 
 
-def _compare(where: str, what: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    if list(found) != list(expected):
-        missing, extra = (sorted(set(a) - set(b)) for a, b in ((expected, found), (found, expected)))
-        raise VerifyError(f"{where} {what} {', '.join(found)}: missing {missing}, too many {extra}")
+def _compare(where: str, what: str, present: Sequence[str], expected: Sequence[str]) -> None:
+    if list(present) != list(expected):
+        missing, extra = (sorted(set(a) - set(b)) for a, b in ((expected, present), (present, expected)))
+        raise VerifyError(f"{where} {what} {', '.join(present)}: missing {missing}, too many {extra}")
 
 
 def check_emitted(program: Program) -> None:
@@ -77,27 +77,27 @@ def check_emitted(program: Program) -> None:
             raise VerifyError(f"{stage.file} does not parse: {error}") from error
         functions = [statement for statement in module.body if isinstance(statement, ast.FunctionDef)]
         _compare(stage.file, "has", [f.name for f in functions], [part.function for part in stage.parts.values()])
-        known = _BUILTINS | {
+        names = _BUILTINS | {
             name for statement in module.body if statement not in functions for name in _defined(statement)
         }
         for function, part in zip(functions, stage.parts.values(), strict=True):
-            _check_function(stage, function, part, known)
+            _check_function(stage, function, part, names)
 
 
-def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: set[str]) -> None:
-    known = known | {argument.arg for argument in function.args.args}
+def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, defined: set[str]) -> None:
+    defined = defined | {argument.arg for argument in function.args.args}
     edges: dict[str, list[str]] = {"recv": [], "send": []}
     handed: list[str] = []
     for statement in function.body:
         names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
         for name in names:
-            if not isinstance(name.ctx, ast.Store) and name.id not in known:
+            if not isinstance(name.ctx, ast.Store) and name.id not in defined:
                 raise VerifyError(
                     f"{function.name} reads {name.id}, which is not an argument, and which no line before defines",
                     where=f"{stage.file}:{name.lineno}",
                 )
-        known.difference_update(n.id for n in names if isinstance(n.ctx, ast.Del))
-        known.update(_defined(statement))
+        defined.difference_update(n.id for n in names if isinstance(n.ctx, ast.Del))
+        defined.update(_defined(statement))
         for call in ast.walk(statement):
             match call:
                 case ast.Call(ast.Attribute(ast.Name("comm"), "recv" | "send" as end), [ast.Constant(edge), *_]):

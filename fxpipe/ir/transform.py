@@ -91,10 +91,10 @@ def check_order(level: Level, passes: Sequence[Pass]) -> None:
     """
     for place, step in enumerate(passes):
         if level != step.requires:
-            wanted = [p.name for p in passes if p.provides == step.requires != p.requires]
+            suitable = [p.name for p in passes if p.provides == step.requires != p.requires]
             raised = [p.name for p in passes[:place] if p.provides > step.requires]
             if level < step.requires:
-                hint = f"run {' or '.join(wanted) or f'a pass that provides {step.requires.name}'} first"
+                hint = f"run {' or '.join(suitable) or f'a pass that provides {step.requires.name}'} first"
             else:
                 hint = f"run {step.name} before {raised[0]}" if raised else f"begin with a {step.requires.name} program"
             raise VerifyError(
@@ -114,37 +114,6 @@ class PassLines:
         before, after = (len(program.graph.nodes) for program in (applied.before, applied.program))
         change = f"{before} → {after}" if before != after else f"{after}"
         self.lines.append(f"{applied.step.name:<18}{change} nodes")
-
-
-CAPTURE = "capture"
-"""The name for the program before the first pass."""
-
-
-class PassReached(Exception):
-    """Ends the passes: the wanted program exists."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.program = program
-
-
-@dataclass(frozen=True)
-class StopAfter:
-    """An observer that raises `PassReached` after the pass of a name, or before the first for `CAPTURE`.
-
-    Attributes:
-        seen: the passes that ran before.
-    """
-
-    name: str
-    seen: list[str] = field(default_factory=lambda: [CAPTURE])
-
-    def __call__(self, applied: Applied) -> None:
-        if self.name == CAPTURE:
-            raise PassReached(applied.before)
-        if self.name == applied.step.name:
-            raise PassReached(applied.program)
-        self.seen.append(applied.step.name)
 
 
 def _dumping(prefix: str) -> tuple[Observer, ...]:

@@ -8,13 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fxpipe.stages.compare import wide_dtype
+from fxpipe.stages.compare import FLOOR, norm, relative_error
 
-LIMIT = 1e-4
-"""The largest relative error that counts as right; `own_rounding` examines larger ones."""
-FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's if larger
-SMALLEST = 1e-3
-"""The error of a metric nearer to zero than this is relative to this."""
 CANCELS = 1e5
 """A loss whose terms cancel is rounding: its error is relative to this many last bits of the largest gradient's
 norm."""
@@ -71,14 +66,15 @@ def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
     return replace(
         worst,
         not_compared=next((a.not_compared for a in found if a.not_compared), ""),
-        not_finite=_each(*(a.not_finite for a in found)),
+        not_finite=each_once(*(a.not_finite for a in found)),
         zero=tuple(name for name in found[0].zero if all(name in a.zero for a in found)),
         rounding={name: error for a in found for name, error in a.rounding.items()},
-        notes=_each(*(a.notes for a in found)),
+        notes=each_once(*(a.notes for a in found)),
     )
 
 
-def _each(*names: Sequence[str]) -> tuple[str, ...]:
+def each_once(*names: Sequence[str]) -> tuple[str, ...]:
+    """All names of some lists, in their order."""
     return tuple(dict.fromkeys(name for some in names for name in some))
 
 
@@ -97,29 +93,28 @@ class Step:
     draws_again: bool = False
 
 
-def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
+def agreement_of(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
 
     Args:
         floor: errors of gradients are relative to this part of the largest gradient's norm, if their own is less; the
             error of the loss, too, but to no more than `CANCELS` allows.
     """
-    # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
-    norms = {n: g.detach().to(wide_dtype(g)).norm().item() for n, g in eager.gradients.items()}
-    largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
-    scale = floor * largest
-    gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
-    gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
+    norms = {name: norm(gradient) for name, gradient in eager.gradients.items()}
+    # An infinite gradient would hide what is wrong with all others.
+    largest = max(filter(math.isfinite, norms.values()), default=0.0)
+    errors = {n: relative_error(found.gradients.get(n), g, floor * largest) for n, g in eager.gradients.items()}
+    errors |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
         loss=relative_error(found.loss, eager.loss, min(floor, CANCELS * _eps(eager.loss)) * largest),
-        gradients=gradients,
-        buffers={n: relative_error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
-        not_finite=_each(
+        gradients=errors,
+        buffers={n: relative_error(found.buffers[n], b) for n, b in eager.buffers.items()},
+        not_finite=each_once(
             () if bool(eager.loss.isfinite()) else ("the loss",),
             [f"the gradient of {n}" for n, g in eager.gradients.items() if not g.isfinite().all()],
             [n for n, b in eager.buffers.items() if b.isnan().any()],  # a mask's infinities are meant
         ),
-        zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
+        zero=tuple(n for n, size in norms.items() if size == 0 and eager.gradients[n].numel()),
     )
 
 
@@ -134,33 +129,17 @@ def of_minibatch(eager: Step, weights: Sequence[float] = ()) -> list[dict[str, f
 
 
 def metric_errors(found: Step, expected: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """How far each metric is from the nearest of its possible values, relative to that value."""
-    (own,) = found.metrics
-    return {name: min(_off(value, one[name]) for one in expected) for name, value in own.items()}
+    """How far each metric is from the nearest of its possible values, relative to that value, or to `FLOOR`."""
+    (metrics,) = found.metrics
+    return {
+        name: min(relative_error(_number(value), _number(one[name]), FLOOR) for one in expected)
+        for name, value in metrics.items()
+    }
 
 
-def _off(found: float, expected: float) -> float:
-    if not math.isfinite(expected):
-        return 0.0 if found == expected or (math.isnan(found) and math.isnan(expected)) else math.inf
-    return abs(found - expected) / max(abs(expected), SMALLEST)
+def _number(metric: float) -> torch.Tensor:
+    return torch.tensor(metric, dtype=torch.float64)
 
 
 def _eps(loss: torch.Tensor) -> float:
     return torch.finfo(loss.dtype).eps if loss.dtype.is_floating_point else 0.0
-
-
-def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
-    """The norm of the difference over the norm of what is expected, or over `floor` if that is more.
-
-    Infinite if `found` is missing or of another shape, or if other values are infinite or NaN than expected.
-    """
-    if found is None or found.shape != expected.shape:
-        return math.inf
-    if found.numel() == 0:
-        return 0.0
-    wide = wide_dtype(expected)
-    found, expected = found.detach().to(wide), expected.detach().to(wide)
-    difference = (found - expected).norm().item()
-    if not math.isfinite(difference):
-        return 0.0 if torch.allclose(found, expected, equal_nan=True) else math.inf
-    return difference / max(expected.norm().item(), floor, 1e-30)

@@ -12,7 +12,7 @@ from fxpipe.ir.program import Program
 from fxpipe.lowering.first_of_each import first_of_each, fits
 from fxpipe.lowering.minibatch_loss import WholeStep, capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, refuse_changing
+from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, left_out, refuse_changing
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
@@ -160,19 +160,15 @@ def _late(step: CapturedStep, why: str, hint: str) -> CapturedStep:
 
 
 def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch, last: Batch) -> CapturedStep:
-    shown = str(last).replace("{", "{{").replace("}", "}}")
-    left_out = f"the last batch of an epoch will be smaller ({shown}), and its step cannot be compiled: {{}}; "
-    left_out += "a run ends there: "
     try:
         _check_divisible(step.program, batch, last, step.options)
     except BatchError as error:
-        return _warned(step, f"{left_out.format(error.what)}{error.hint}")
-    left_out += "give the DataLoader drop_last=True"
+        return _warned(step, left_out(last, error, str(error.hint)))
     try:
         shape = capture_shape(model, loss, last, step.options)
     except FxpipeError as error:
-        return _warned(step, left_out.format(error.what))
-    return replace(step, shapes=(*step.shapes, replace(shape, left_out=left_out)))
+        return _warned(step, left_out(last, error))
+    return replace(step, shapes=(*step.shapes, replace(shape, last=last)))
 
 
 def _warned(step: CapturedStep, text: str) -> CapturedStep:

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.codecs import codec
 from fxpipe.codecs.accuracy_warnings import used_by, warning
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Observer, PassLines
 from fxpipe.lowering.choose_cuts import Choice
 from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.plan.cost_records import CodecTimes
@@ -70,20 +69,19 @@ def like(plan: Plan) -> Codecs:
     return found
 
 
-def emit_encoded(
-    emitter: Emitter, encoding: Encoding, observers: Sequence[Observer], lines: PassLines
-) -> tuple[Program, Build]:
+def emit_encoded(emitter: Emitter) -> tuple[Program, Build]:
     """Cut and emit a program whose edges have codecs; the build warns of codecs that lost much in the accuracy study.
 
     Raises:
         CutError: as `choose_cuts`.
     """
+    encoding = emitter.step.options.encoding
     if encoding.auto:
         choice, encoding, ways, plain, coded = _choose(emitter)
     else:
         choice, ways, plain, coded = emitter.choose(_with_ratios(emitter, encoding)), None, None, None
     codecs = partial(of_edges, encoding, ways)
-    program, build = emitter.emit(choice, codecs, observers, lines)
+    program, build = emitter.emit(choice, codecs)
     warned = warning(used_by(build.plan))
     return program, replace(
         build,
@@ -98,7 +96,7 @@ def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float, 
     trial = _Forecasts(emitter, choice)
     plain = best = trial.seconds(PLAIN, frozenset())
     found: tuple[Choice, Encoding, frozenset[Way], _Forecasts] = (choice, PLAIN, frozenset(), trial)
-    for encoding in emitter.options.encoding.candidates:
+    for encoding in emitter.step.options.encoding.candidates:
         coded = emitter.choose(_with_ratios(emitter, encoding))
         other = trial if coded.cuts == choice.cuts else _Forecasts(emitter, coded)
         for each in {id(one): one for one in (trial, other)}.values():
@@ -125,7 +123,7 @@ class _Forecasts:
 
     def __init__(self, emitter: Emitter, choice: Choice) -> None:
         self.choice = choice
-        _, self._build = emitter.emit(choice, lambda edges: {}, (), PassLines())
+        _, self._build = emitter.emit(choice, lambda edges: {}, observed=False)
         self._times = emitter.codec_times
         self.ways = frozenset(way_of(edge) for edge in self._build.plan.edges if edge.kind != "token")
 
@@ -175,7 +173,7 @@ def encoded(
             row = workers[worker]
             name = {"F": "forward", "B": "backward", "W": "weight"}[phase]
             workers[worker] = replace(row, **{name: getattr(row, name) + seconds})
-    return replace(plan, edges=edges), replace(costs, workers=tuple(workers))
+    return plan.with_step(edges=edges), replace(costs, workers=tuple(workers))
 
 
 def _encoded(edge: EdgeSpec, text: str) -> EdgeSpec:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import CutError, near
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Program, info
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.recompute import LEAST, Room
 from fxpipe.planner.branches import graph_of_cuts
 from fxpipe.planner.cuts import Cuts
@@ -50,12 +52,24 @@ def choose_cuts(
         CutError: more workers than units, an unknown path, cuts out of order, cuts for another number of workers or
             units, or a cut that would separate readers of a buffer from the unit that updates it.
     """
-    if options.planned:
+    marks = marked(program)
+    takes_marks = options.takes_marks(len(marks))
+    if options.planned and not takes_marks:
         found = known or _planned(profile, options, setting)
         best = found[-1]
         return Choice(best.cuts, found, _rooms(profile, best, options, setting))
-    cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
+    if options.cuts == "given" and not takes_marks:
+        raise CutError(
+            f"{options.stages} workers need {options.stages - 1} cuts, the model marks {len(marks)} (pipe_split, "
+            "SplitPoint)",
+            hint=("call torch's pipe_split() where to cut" if not marks else f"use -n {len(marks) + 1}")
+            + ", or let the planner choose: leave out --cuts given",
+        )
+    if takes_marks:
+        cuts = Cuts((0, *marks, count), (0, *marks, count))
+    else:
+        cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     if (cuts.workers, cuts.forward[-1]) != (options.stages, count):
         raise CutError(
             f"the cuts are for {cuts.workers} workers and {cuts.forward[-1]} units, the step for {options.stages} "
@@ -149,6 +163,28 @@ def _position(units: Sequence[str], path: str, option: str) -> int:
         f"{option} {path}: no module of that path runs in the forward pass{near(path, known)}",
         hint="paths are those of model.named_modules(); `fxpipe compile` prints where each worker begins",
     )
+
+
+def marked(program: Program) -> tuple[int, ...]:
+    """The units before which the step itself marks cuts; a mark without a unit between it and another counts once."""
+    cheap = sources_of(program).cheap
+    last: dict[int, int] = {}  # by how many marks come before, the last unit
+    for node in program:
+        if info(node).phase == "F" and node not in cheap:
+            last[info(node).marks] = max(info(node).unit, last.get(info(node).marks, 0))
+    ends = itertools.accumulate((last[marks] for marks in sorted(last)), max)
+    return tuple(sorted({end + 1 for end in ends} - {len(program.units)}))
+
+
+def note_on_marks(program: Program, options: CompileOptions) -> str:
+    """What becomes of the step's own marks; '' if it has none, or is asked for them."""
+    count = len(marked(program))
+    if not count or not options.planned:
+        return ""
+    marks = f"the model marks where torch's own pipeline cuts it (pipe_split, SplitPoint; {count} in all)"
+    if options.takes_marks(count):
+        return f"{marks}: it is cut there; --cuts bidirectional lets the planner choose"
+    return f"{marks}: these are not used; --cuts given -n {count + 1} cuts it there"
 
 
 def _refuse_parted_buffers(units: Sequence[str], profile: Profile, forward: Iterable[int]) -> None:

@@ -36,7 +36,7 @@ from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.threads import threads as worker_threads
 
 if TYPE_CHECKING:
-    from fxpipe.build.build import Build
+    from fxpipe.builds.build import Build
 
 BUDGET = 1.0
 """Seconds for which a part is measured on all engines together, after each has run `LEAST` times."""
@@ -140,7 +140,7 @@ def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
         dataclasses.replace(s, engines=(chosen.get((k, "F"), "eager"), chosen.get((k, "B"), "eager")))
         for k, s in enumerate(plan.stages)
     )
-    return dataclasses.replace(plan, stages=stages)
+    return plan.with_step(stages=stages)
 
 
 def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -24,7 +24,7 @@ from fxpipe.planner.profile import PlanInput
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
-from fxpipe.search import Counts, Question, SimulatedPlan, Sized, counted, microbatch_counts, schedules_of, search
+from fxpipe.search import Counts, Question, Ranking, Sized, counted, microbatch_counts, schedules_of, search
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss
 
@@ -32,23 +32,6 @@ Say = Callable[[str], None]
 
 _CAPTURED_FOR = "1f1b"
 """A step is the same for every schedule; this one has no defaults of its own."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Schedules, each with several numbers of microbatches.
-
-    Attributes:
-        best: the fastest.
-        rows: all candidates, the best first; then the numbers of microbatches that no schedule can use.
-        partitions: as in `Ranking`.
-        ratios: the bytes that travel for each byte of values.
-    """
-
-    best: SimulatedPlan
-    rows: tuple[ScheduleForecast, ...]
-    partitions: tuple[Partition, ...]
-    ratios: Ratios
 
 
 @dataclass(frozen=True)
@@ -93,116 +76,137 @@ def choose_schedule(
             f"schedule 'auto' is for workers with equally many replicas, not {', '.join(map(str, options.replicas))}",
             hint="name the schedule: 1f1b, gpipe or async",
         )
-    found: dict[int, StepProfile] = {}
-    shared, capture = SharedCosts(), partial(uncompared_step, whole=WholeStep())
+    counts = counts_of(options, [batch, *shapes, *([] if last is None else [last])])
+    comparison = _OfModel(options, counts, say, model=model, loss=loss, batch=batch, shapes=shapes, last=last)
+    ranking = comparison.ranking(otherwise=() if options.microbatches is not None else (1,))
+    taken, setting = comparison.profiles[ranking.best.setting.microbatches], ranking.best.setting
+    costs = taken.costs_of_apart if taken.step.options.splits_backward else taken.costs_of_whole
+    return ChosenSchedule(taken.step, {setting.ratios: ranking.partitions}, costs, ranking.rows)
 
-    def read(count: int, say: Say) -> PlanInput:
-        asked = for_count(options, count)
-        found[count] = profile_model(model, loss, batch, asked, capture=capture, say=say, shared=shared)
-        return found[count].input
 
-    def fixed(count: int) -> Cuts | None:
+@dataclass
+class Comparison:
+    """Plans and simulates every schedule, or the named one, with several numbers of microbatches.
+
+    Attributes:
+        counts: the numbers to try.
+        modes: the kinds of cuts; if empty, all that a schedule can use; None: as the options say.
+    """
+
+    options: CompileOptions
+    counts: Counts
+    say: Say
+    modes: Sequence[str] | None = None
+    _inputs: dict[int, PlanInput] = field(default_factory=dict)
+    _usable: dict[int, Sized] = field(default_factory=dict)
+    _errors: dict[int, FxpipeError] = field(default_factory=dict)
+
+    def read(self, count: int, say: Say) -> PlanInput:
+        """Capture and cost the step with a number of microbatches."""
+        raise NotImplementedError
+
+    def fixed(self, count: int) -> Cuts | None:
         """The cuts, if they are given."""
-        one, own = found[count], found[count].step.options
-        if own.planned:
-            return None
-        return choose_cuts(one.program, one.input.whole, own, own.setting(one.program.device)).cuts
+        return None
 
-    def take(best: Setting, say: Say) -> None:
+    def take(self, best: Setting, say: Say) -> None:
+        """Is called with the best; where it raises, the search goes on without that number of microbatches."""
+
+    def ranking(self, otherwise: Sequence[int] = ()) -> Ranking:
+        """What was compared, with the numbers of microbatches that no schedule can use as the last rows.
+
+        Args:
+            otherwise: the numbers to try if no other can be captured.
+
+        Raises:
+            CutError: nothing fits into memory; the error says what would.
+            FxpipeError: as `read` or `take`, where no number of microbatches can be used.
+        """
+        for counts in (self.counts.first, tuple(count for count in otherwise if count not in self.counts.first)):
+            for count in counts:
+                self._sized(count)
+            while self._usable:
+                ranking = search(list(self._usable.values()), self._question(), self.say, self._larger)
+                best = ranking.best.setting
+                try:
+                    self.take(best, self._of(best.microbatches))
+                except FxpipeError as error:
+                    self._errors[best.microbatches] = error
+                    del self._usable[best.microbatches]
+                    continue
+                refused = [ScheduleForecast("", "", count, why=error.what) for count, error in self._errors.items()]
+                return replace(ranking, rows=(*ranking.rows, *refused))
+        raise [*self._errors.values()][-1 if otherwise else 0]
+
+    def _sized(self, count: int) -> Sized | None:
+        """With this number of microbatches; None if it cannot be captured."""
+        try:
+            read = self._inputs[count] = self.read(count, self._of(count))
+        except FxpipeError as error:
+            self._errors[count] = error
+            return None
+        ratios = ratios_of(PLAIN if self.options.encoding.auto else self.options.encoding)
+        setting = replace(for_count(self.options, count).setting(read.device, read.optimizer), ratios=ratios)
+        self._usable[count] = Sized(setting, read.whole, read.separate, read.samples, self.fixed(count))
+        return self._usable[count]
+
+    def _larger(self, count: int) -> Sized | None:
+        """With more microbatches, if batch norms do not change what is trained with them."""
+        more = None if any(read.batch_norm for read in self._inputs.values()) else self.counts.after(count)
+        return None if more is None or more in {*self._inputs, *self._errors} else self._sized(more)
+
+    def _question(self) -> Question:
+        first = next(iter(self._inputs.values()))
+        asked = question(self.options, first.optimizer.momentum)
+        if self.modes is not None:
+            asked = replace(asked, modes=tuple(self.modes))
+        return asked if self.options.schedule == AUTO else replace(asked, schedules=(self.options.schedule,))
+
+    def _of(self, count: int) -> Say:
+        return lambda text: self.say(f"{counted(count)}: {text}")
+
+
+@dataclass(kw_only=True)
+class _OfModel(Comparison):
+    """A comparison for a model that is compiled: what was taken is captured again with its schedule.
+
+    Attributes:
+        profiles: of the step, by the number of microbatches.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Batch
+    shapes: Sequence[Batch]
+    last: Batch | None
+    profiles: dict[int, StepProfile] = field(default_factory=dict)
+    _costs: SharedCosts = field(default_factory=SharedCosts)
+    _whole: WholeStep = field(default_factory=WholeStep)
+
+    def read(self, count: int, say: Say) -> PlanInput:
+        capture = partial(uncompared_step, whole=self._whole)
+        of_step = self.model, self.loss, self.batch, for_count(self.options, count)
+        self.profiles[count] = profile_model(*of_step, capture=capture, say=say, shared=self._costs)
+        return self.profiles[count].input
+
+    def fixed(self, count: int) -> Cuts | None:
+        profile, options = self.profiles[count], self.profiles[count].step.options
+        if options.planned:
+            return None
+        setting = options.setting(profile.program.device)
+        return choose_cuts(profile.program, profile.input.whole, options, setting).cuts
+
+    def take(self, best: Setting, say: Say) -> None:
+        model, loss, batch, options = self.model, self.loss, self.batch, self.options
         decided = options if options.microbatches is not None else options.of_microbatches(best.microbatches)
         decided = replace(decided, schedule=best.schedule)
-        one = found[best.microbatches]
+        profile = self.profiles[best.microbatches]
         say("comparing with eager PyTorch")
-        if shapes or last is not None:
-            step = captured_step(model, loss, batch, decided, shapes, last, say)
+        if self.shapes or self.last is not None:
+            step = captured_step(model, loss, batch, decided, self.shapes, self.last, say)
         else:
-            step = compared(replace(one.step, options=decided), model, loss, batch.padded(decided.padding([batch])))
-        found[best.microbatches] = replace(one, step=step)
-
-    counts = counts_of(options, [batch, *shapes, *([] if last is None else [last])])
-    otherwise = () if options.microbatches is not None else (1,)
-    chosen = compare(read, options, counts, say, otherwise, fixed=fixed, take=take)
-    taken = found[chosen.best.setting.microbatches]
-    costs = taken.costs_of_apart if taken.step.options.splits_backward else taken.costs_of_whole
-    return ChosenSchedule(taken.step, {chosen.ratios: chosen.partitions}, costs, chosen.rows)
-
-
-def compare(
-    read: Callable[[int, Say], PlanInput],
-    options: CompileOptions,
-    counts: Counts,
-    say: Say,
-    otherwise: Sequence[int] = (),
-    *,
-    modes: Sequence[str] | None = None,
-    fixed: Callable[[int], Cuts | None] = lambda count: None,
-    take: Callable[[Setting, Say], None] = lambda best, say: None,
-) -> Compared:
-    """Plan and simulate every schedule, or the named one, with several numbers of microbatches.
-
-    Args:
-        read: captures and costs the step with a number of microbatches.
-        counts: the numbers to try; `otherwise` those to try if none of these can be captured.
-        modes: the kinds of cuts; if empty, all that a schedule can use; None: as the options say.
-        fixed: gives the cuts, if they are given.
-        take: is called with the best; where it raises, the search goes on without that number of microbatches.
-
-    Raises:
-        CutError: nothing fits into memory; the error says what would.
-        FxpipeError: as `read` or `take`, where no number of microbatches can be used.
-    """
-    ratios = ratios_of(PLAIN if options.encoding.auto else options.encoding)
-    inputs: list[PlanInput] = []
-    tried: set[int] = set()
-    usable: dict[int, Sized] = {}
-    refused: list[ScheduleForecast] = []
-    failures: list[FxpipeError] = []
-
-    def of(count: int) -> Say:
-        return lambda text: say(f"{counted(count)}: {text}")
-
-    def refuse(count: int, error: FxpipeError) -> None:
-        refused.append(ScheduleForecast("", "", count, why=error.what))
-        failures.append(error)
-
-    def size(count: int) -> Sized | None:
-        """With this number of microbatches; None if it cannot be captured."""
-        tried.add(count)
-        try:
-            found = read(count, of(count))
-        except FxpipeError as error:
-            refuse(count, error)
-            return None
-        inputs.append(found)
-        setting = replace(for_count(options, count).setting(found.device, found.optimizer), ratios=ratios)
-        usable[count] = Sized(setting, found.whole, found.separate, samples=found.samples, fixed=fixed(count))
-        return usable[count]
-
-    def larger(count: int) -> Sized | None:
-        """With more microbatches, if batch norms do not change what is trained with them."""
-        more = None if any(found.batch_norm for found in inputs) else counts.after(count)
-        return None if more is None or more in tried else size(more)
-
-    for first in (counts.first, tuple(count for count in otherwise if count not in counts.first)):
-        for count in first:
-            size(count)
-        while usable:
-            asked = question(options, inputs[0].optimizer.momentum)
-            if modes is not None:
-                asked = replace(asked, modes=tuple(modes))
-            if options.schedule != AUTO:
-                asked = replace(asked, schedules=(options.schedule,))
-            ranking = search(list(usable.values()), asked, say, larger)
-            best = ranking.best.setting
-            try:
-                take(best, of(best.microbatches))
-            except FxpipeError as error:
-                refuse(best.microbatches, error)
-                del usable[best.microbatches]
-                continue
-            rows = (*ranking.rows, *refused)
-            return Compared(ranking.best, rows, ranking.partitions, ratios)
-    raise failures[-1 if otherwise else 0]
+            step = compared(replace(profile.step, options=decided), model, loss, batch.padded(decided.padding([batch])))
+        self.profiles[best.microbatches] = replace(profile, step=step)
 
 
 def counts_of(options: CompileOptions, batches: Sequence[Batch]) -> Counts:

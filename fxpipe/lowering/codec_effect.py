@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.build.build import Build
-from fxpipe.lowering.agreement import relative_error
+from fxpipe.builds.build import Build
+from fxpipe.lowering.agreement import agreement_of
 from fxpipe.lowering.compare_with_eager import emitted_step
 from fxpipe.lowering.independent_replicas import of_one_replica
-from fxpipe.stages.compare import wide_dtype
+from fxpipe.stages.compare import error_of_all, relative_error
 from fxpipe.task.loss_weights import LossWeight
 
 
@@ -44,17 +44,9 @@ def codec_effect(build: Build, batch: Any, *, seed: int = 0, loss_weight: LossWe
     build, batch = of_one_replica(build, batch)
     plain = emitted_step(build, batch, seed, loss_weight)
     coded = emitted_step(build, batch, seed, loss_weight, with_codecs=True)
-    norms = {name: g.to(wide_dtype(g)).norm().item() for name, g in plain.gradients.items()}
-    floor = 1e-3 * max(norms.values(), default=0.0)
-    errors = {name: relative_error(coded.gradients.get(name), g, floor) for name, g in plain.gradients.items()}
-    squares = [
-        ((coded.gradients[name].to(wide_dtype(g)) - g).norm().item() ** 2, norms[name] ** 2)
-        for name, g in plain.gradients.items()
-        if name in coded.gradients
-    ]
-    off, whole = (sum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
+    both = {name: gradient for name, gradient in plain.gradients.items() if name in coded.gradients}
     return CodecEffect(
-        loss=relative_error(coded.loss, plain.loss, 0.0),
-        gradients=(off / whole) ** 0.5 if whole else 0.0,
-        worst=max(errors.items(), key=lambda item: item[1], default=("", 0.0)),
+        loss=relative_error(coded.loss, plain.loss),
+        gradients=error_of_all(coded.gradients, both),
+        worst=agreement_of(coded, plain).worst_gradient,
     )

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.ir.program import Buffer, Parameter, Program
 from fxpipe.ir.program_table import table_of
-from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.choose_cuts import Choice, choose_cuts
+from fxpipe.lowering.lowering import Lowering
 from fxpipe.lowering.make_plan import make_plan
-from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import StepCosts
-from fxpipe.passes import emitting_passes, wiring_passes
 from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.summary import summarize
@@ -34,7 +32,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import refuse_crossing
 from fxpipe.schedule import of_plan
-from fxpipe.simulator.memory import process_peaks
+from fxpipe.simulator.memory import GRAPHS, process_peaks
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by edge name."""
@@ -45,34 +43,31 @@ class Emitter:
     """Cuts and emits a program, any number of times.
 
     Attributes:
-        program: with costs.
+        step: its program has costs.
         costs: the program's.
         setting: what the planner plans for.
         codec_times: the seconds that codecs take.
-        first: the number of the next pass.
         known: partitions that are already known, the one to take last, by the bytes that travel for each byte of
             values.
         reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
     """
 
-    program: Program
+    step: Lowering
     costs: StepCosts
-    options: CompileOptions
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
-    first: int
     known: Mapping[Ratios, tuple[Partition, ...]] = field(default_factory=dict)
     reduce: Reduce | None = None
 
     @cached_property
     def planned(self) -> Program:
         """The program without its metrics, which decide nothing about the cuts."""
-        return without_metrics(self.program)
+        return without_metrics(self.step.program)
 
     @cached_property
     def profile(self) -> Profile:
         """The costs of its units."""
-        return self.costs.profile(self.planned, self.options.recomputes)
+        return self.costs.profile(self.planned, self.step.options.recomputes)
 
     def choose(self, setting: Setting) -> Choice:
         """The cuts, as given or as the planner finds best.
@@ -80,33 +75,38 @@ class Emitter:
         Raises:
             CutError: as `choose_cuts`.
         """
-        return choose_cuts(self.planned, self.profile, self.options, setting, self.known.get(setting.ratios, ()))
+        partitions = self.known.get(setting.ratios, ())
+        return choose_cuts(self.planned, self.profile, self.step.options, setting, partitions)
 
-    def emit(
-        self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
-    ) -> tuple[Program, Build]:
-        """The emitted program, and its build."""
+    def emit(self, choice: Choice, codecs: Codecs, observed: bool = True) -> tuple[Program, Build]:
+        """The emitted program, and its build.
+
+        Args:
+            observed: whether the step's observers are called.
+        """
         recompute = Recompute(choice.rooms) if choice.rooms else None
         along = () if self.reduce is not None and len(set(self.reduce.replicas)) > 1 else None
-        wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute, along=along)
-        program = run_passes(self.program, wiring, observers, first=self.first)
-        found = codecs(program.edges)
-        encode = Encode(found, self.codec_times) if found else None
-        emitting = emitting_passes(self.options.command, encode, reduce=self.reduce)
-        program = run_passes(program, emitting, observers, first=self.first + len(wiring))
-        return program, self._build(program, choice, lines)
+        step = self.step if observed else replace(self.step, observers=())
+        step = step.wired(choice.cuts, recompute, along)
+        step = step.emitted(Encode(codecs(step.program.edges), self.codec_times), self.reduce)
+        build = self._build(step, choice)
+        return step.program, replace(build, programs=(step.saved("training"),)) if observed else build
 
-    def _build(self, program: Program, choice: Choice, lines: PassLines) -> Build:
+    def _build(self, step: Lowering, choice: Choice) -> Build:
+        program, options = step.program, step.options
         setting, costs = self.setting, self.costs
         plan = make_plan(program, setting)
-        plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
+        plan = replace(plan, codec=options.codec, weights_codec=options.encoding.of_weights)
         schedule = of_plan(plan)
         demand = Demand(plan, schedule, make_policy(plan.policy))
+        run = plan  # as it will, for its memory; engines are checked later
+        if options.backend == GRAPHS:
+            run = plan.with_step(stages=tuple(replace(stage, engines=(GRAPHS, GRAPHS)) for stage in plan.stages))
         refuse_crossing(plan, demand)
         held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
         tensors = {row.names[0]: program.values[row.node] for row in held if not program.values[row.node].is_meta}
-        known = BuildCosts(
-            workers=tuple(summarize(program, plan, demand, costs.optimizer)),
+        summary = BuildCosts(
+            workers=tuple(summarize(program, run, demand, costs.optimizer)),
             timings=edge_timings(program),
             partitions=choice.partitions,
             links=setting.links,
@@ -120,16 +120,16 @@ class Emitter:
             plan=plan,
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
-            costs=known,
+            costs=summary,
             profile=self.profile,
             nodes=table_of(program, plan),
-            passes=tuple(lines.lines),
+            passes=step.lines,
             node_costs=None if costs.nodes is None else costs.nodes.to_json(),
             warnings=(
                 *program.warnings,
                 *costs.warnings,
                 *(_idle(plan) if choice.partitions else ()),
-                *_full(plan, known, demand, setting),
+                *_full(run, summary, demand, setting),
             ),
         )
 

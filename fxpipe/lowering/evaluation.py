@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -18,20 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError, listed
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Observer, PassLines, run_passes
+from fxpipe.ir.transform import Observer
 from fxpipe.lowering.first_of_each import SHAPES, check_number, first_of_each, fits
+from fxpipe.lowering.lowering import Lowering
 from fxpipe.lowering.name_constants import name_constants
+from fxpipe.lowering.options import DEFAULTS, CompileOptions
 from fxpipe.lowering.padding_doubts import evaluation_doubts
-from fxpipe.passes import evaluation_passes
 from fxpipe.passes.codegen import TOTALS
 from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec, TensorSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.hooks import Metrics, MetricsOfAll
-from fxpipe.task.loss_weights import LossWeight, weight_of
+from fxpipe.task.loss_weights import weight_of
 from fxpipe.tracing.capture import CapturedEvaluation, capture_evaluation
 from fxpipe.tracing.carried_buffers import buffers_carried
 from fxpipe.tracing.refusals import DATA_DEPENDENT
@@ -58,31 +60,27 @@ def capture_evaluations(
     metrics: Metrics,
     batches: Iterable[Any],
     device: str,
+    options: CompileOptions = DEFAULTS,
     *,
     of_all: MetricsOfAll | None = None,
-    loss_weight: LossWeight | None = None,
-    constant_batch: Sequence[str] = (),
     padding: Sequence[PadSpec] = (),
-    params: str | None = None,
 ) -> Evaluations:
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
     Args:
         batches: all batches of the evaluation; read once. Random generators are left unchanged.
         device: where the model is.
+        options: of the compile. Where they have a `loss_weight`, it is tried on one batch of each shape.
         of_all: makes numbers of the metrics with dimensions, gathered from all batches; without it, none may have any.
             If `metrics` has an attribute `names_of_all`, it returns the names of these numbers.
-        loss_weight: the hook that will weigh the batches: tried on one batch of each shape.
-        constant_batch: tensors of a batch that are constants of its capture: other values count as another shape.
         padding: how runs will pad the batches; metrics are compared on batches that it changes.
-        params: as in `capture`.
 
     Raises:
         TaskError: the hook fails on a batch.
     """
     try:
         with random_state_kept():
-            read = (Batch.of(batch, constant_batch) for batch in batches)
+            read = (Batch.of(batch, options.constant_batch) for batch in batches)
             given = list(islice(first_of_each(read, padding), 2 * SHAPES * SHAPES))
             examples = list(first_of_each(batch.padded(padding) for batch in given))
             check_number(list(first_of_each(examples, values=0)), *_TOO_MANY)
@@ -90,17 +88,18 @@ def capture_evaluations(
         return Evaluations(reason=_reason(error))
     if not examples:
         return Evaluations(reason="eval_data() gave no batch")
-    if loss_weight is not None:
+    if options.loss_weight is not None:
         for example in examples:
-            weight_of(loss_weight, example.given)
+            weight_of(options.loss_weight, example.given)
     numbers = _as_numbers(metrics, of_all)
     told = (batch.on(device) for batch in first_of_each(given, padding, values=0))
-    doubts = evaluation_doubts(model, numbers, told, padding, params) if padding else ()
+    doubts = evaluation_doubts(model, numbers, told, padding, options.params) if padding else ()
     captured: list[CapturedEvaluation] = []
+    captured_one = partial(capture_evaluation, gathers=of_all is not None, params=options.params, hooks=options.hooks)
     try:
         for batch in (example.on(device) for example in examples):
             if not any(fits(one.program, batch) for one in captured):
-                captured.append(capture_evaluation(model, metrics, batch, gathers=of_all is not None, params=params))
+                captured.append(captured_one(model, metrics, batch))
                 check_number(captured, *_TOO_MANY)
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)
@@ -142,11 +141,12 @@ def _reason(error: FxpipeError) -> str:
     return text
 
 
-def with_evaluations(build: Build, evaluations: Evaluations, command: str, observers: Sequence[Observer] = ()) -> Build:
+def with_evaluations(
+    build: Build, evaluations: Evaluations, options: CompileOptions, observers: Sequence[Observer] = ()
+) -> Build:
     """The build with the files, the plan and the tensors for evaluating in its pipeline.
 
     Args:
-        command: for the files' headers.
         observers: are called for every pass.
     """
     build = dataclasses.replace(build, warnings=(*build.warnings, *evaluations.doubts))
@@ -156,40 +156,34 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str, obser
         return dataclasses.replace(build, plan=plan, warnings=(*build.warnings, warning))
     found = build
     try:
-        for shape, captured in enumerate(evaluations.captured):
-            found = _with_evaluation(found, captured, evaluations.of_all, shape, command, observers)
+        for shape in range(len(evaluations.captured)):
+            found = _with_evaluation(found, evaluations, shape, options, observers)
         check_carried(found.plan)
     except CutError as error:
-        return with_evaluations(build, Evaluations(reason=_reason(error)), command)
+        return with_evaluations(build, Evaluations(reason=_reason(error)), options)
     return dataclasses.replace(found, warnings=tuple(dict.fromkeys(found.warnings)))
 
 
 def _with_evaluation(
-    build: Build,
-    captured: CapturedEvaluation,
-    of_all: tuple[str, ...],
-    shape: int,
-    command: str,
-    observers: Sequence[Observer],
+    build: Build, evaluations: Evaluations, shape: int, options: CompileOptions, observers: Sequence[Observer]
 ) -> Build:
+    captured = evaluations.captured[shape]
     plan = build.plan
     owners = {p.name: p.owner for p in plan.parameters}
     owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
     owners |= {name: min(workers) for name, workers in carried_on(plan).items()}  # for batches of earlier shapes
     program = name_constants(captured.program, f"evaluate.{shape}", build.tensors)
-    passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
-    program = run_passes(program, passes, [*observers, lines], dumped_as=f"evaluate_{shape}_")
+    step = Lowering(program, options, shape, f"evaluate_{shape}_", tuple(observers)).evaluated(plan.workers, owners)
+    program = step.program
     spec = spec_of(program, captured.metrics, captured.constants, captured.gathered)
-    spec = dataclasses.replace(spec, of_all=of_all if spec.gathered else ())
+    spec = dataclasses.replace(spec, of_all=evaluations.of_all if spec.gathered else ())
     buffers = buffers_read(plan, program, spec.stages)
     read = {b.name for b in buffers} - build.tensors.keys()
     own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}
+    plan = dataclasses.replace(plan, buffers=buffers, evaluations=(*plan.evaluations, spec)).watching(program.watched)
     return dataclasses.replace(
-        build,
-        plan=dataclasses.replace(plan, buffers=buffers, evaluations=(*plan.evaluations, spec)),
-        files={**build.files, **program.files},
+        step.added_to(build, plan, f"evaluation {shape}"),
         tensors={**build.tensors, **own},
-        passes=(*build.passes, *(f"evaluation {shape}: {line}" for line in lines.lines)),
         warnings=(*build.warnings, *(f"evaluation: {warning}" for warning in program.warnings)),
     )
 
@@ -242,23 +236,18 @@ def spec_of(
     )
 
 
-def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> Build:
+def with_totals(build: Build, totals: Program, options: CompileOptions, shape: int = 0) -> Build:
     """The build with the file and the plan's rows for computing totals; worker 0 reads their constants.
 
     Args:
         totals: of a minibatch, which its loss is divided by: what `WholeLoss` left of the training program.
-        command: for the file's header.
         shape: the number of its batches' shape.
     """
-    passes, lines = evaluation_passes(1, {}, shape, command, TOTALS), PassLines()
-    program = run_passes(totals, passes, [lines], dumped_as=f"totals_{shape}_" if shape else "totals_")
+    step = Lowering(totals, options, shape, f"totals_{shape}_" if shape else "totals_").evaluated(1, {}, TOTALS)
+    program = step.program
     spec = spec_of(program, tuple(program.metrics()), {})
-    return dataclasses.replace(
-        build,
-        plan=dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, spec.stages)),
-        files={**build.files, **program.files},
-        passes=(*build.passes, *(f"totals: {line}" for line in lines.lines)),
-    )
+    plan = dataclasses.replace(build.plan, buffers=buffers_read(build.plan, program, spec.stages))
+    return step.added_to(build, plan.with_step(totals=spec), f"totals of shape {shape}" if shape else "totals")
 
 
 def buffers_read(plan: Plan, program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:

@@ -65,6 +65,22 @@ def batches_to_compile(
     return known, last
 
 
+def open_end(read: FirstBatches, shapes: int, options: CompileOptions) -> tuple[str, ...]:
+    """A warning if nothing says how an epoch ends, and all batches so far have one shape: the last may be smaller.
+
+    Args:
+        shapes: how many were compiled.
+    """
+    if read.length is not None or len(read.batches) < options.scan or shapes > 1 or options.scan < 2:
+        return ()
+    return (
+        f"train_data() does not say how long it is, and its first {options.scan} batches have one shape: a run ends "
+        "with an error where an epoch's last batch is smaller. If it may be, leave it out (drop_last=True), pad it, "
+        "read as far (--scan N; in Python scan=), or let the run make stages for it (--new-shapes 1; in "
+        "Python new_shapes=)",
+    )
+
+
 def check_number(batches: Sequence[Any], data: str, hint: str) -> None:
     """Refuse batches of too many shapes.
 

@@ -6,57 +6,42 @@ model file that unpickles them, `OUT/fit/fitted_model.py`; so every command work
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 from safetensors.torch import load_file
 from torch import nn
 
-from fxpipe.build.build import Build
-from fxpipe.errors import FxpipeError, TaskError, first_line, near
-from fxpipe.lowering.first_of_each import batches_to_compile
+from fxpipe.builds.build import Build
+from fxpipe.errors import FxpipeError, TaskError, near
+from fxpipe.files import disk_explained, next_to, put
+from fxpipe.lowering.first_of_each import batches_to_compile, open_end
 from fxpipe.lowering.lower import compile
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.messages import say, warn
-from fxpipe.observe.record import FINAL_WEIGHTS
+from fxpipe.observe.out_folder import FINAL_WEIGHTS
+from fxpipe.options import names, taken
+from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.check_run import refuse_moves, writing
 from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.moves import check_moves
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
-from fxpipe.task.first_batches import first_batches, generator_of
-from fxpipe.task.hooks import NO_HOOKS, OF_RUNS, Hooks, Loss, split_hooks
+from fxpipe.task.captured import captured_of, source_digests
+from fxpipe.task.first_batches import buffers_kept, first_batches, generator_of
+from fxpipe.task.hooks import OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
+from fxpipe.task.pickled_hooks import MODEL_FILE, write_hooks
 from fxpipe.task.uncompiled import uncompiled
 
 HOOKS = (*OF_RUNS, "metrics", "microbatch_dims", "pad", "pad_to", "constant_batch")
-FOLDER, MODEL_NAME = "fit", "fitted_model.py"  # a module of the user's may be called model
-MODEL_FILE = '''\
-"""What fxpipe.fit() was given, as a model file."""
-
-import sys
-from pathlib import Path
-
-import cloudpickle
-
-sys.path += [folder for folder in {path!r} if folder not in sys.path]
-
-
-def _read(name):
-    with Path(__file__).with_name(f"{{name}}.pickle").open("rb") as file:
-        return cloudpickle.load(file)
-
-
-def model():
-    return _read("model")
-
-
-globals().update({{name: _read(name) for name in {hooks!r}}})
-'''
+FOLDER = "fit"
+OF_FILES = ("model_file", "settings", "arguments", "out")
+"""Options of a run that are for model files, or given otherwise."""
 
 
 class Fitted(NamedTuple):
@@ -107,31 +92,60 @@ def fit(
         FxpipeError: as `fxpipe.compile` and `Build.join`; or an option is unknown, or what the processes need cannot be
             pickled.
     """
+    out, local = Path(taken("out", out, str)), taken("local", local, bool)
     model = uncompiled(model)
     if (eval_data is None) != (changes.get("metrics") is None):
         raise TaskError("only one of eval_data and metrics is given", hint="give both, or none")
     held_out = None if eval_data is None else _function("eval_data", eval_data)
     hooks = Hooks(loss=loss, train_data=_function("data", data), eval_data=held_out)
-    hooks, rest = split_hooks(hooks, HOOKS, changes)
+    hooks, given = split_hooks(hooks, HOOKS, changes)
     task = Task(replace(hooks, model=lambda: model))
-    of_compile, of_run = _options({"workers": workers, **rest})
+    of_compile, of_run = _options({"workers": workers, **given})
     options = CompileOptions(**of_compile).for_task(task)
-    run = RunOptions(str(Path(out) / "build"), out=str(out), **{"progress": True, **of_run})
+    run = RunOptions(str(out / "build"), out=str(out), **{"progress": True, **of_run})
     place = place_of_process()
-    if place is None and not local:  # before the first batches are read: a loader's own generator moves on with them
-        _write_model_file(Path(out) / FOLDER, model, hooks)
-    if place is None or place[0] == 0:
-        plan = _compiled(model, task, options).save(run.build, model_file=Path(out) / FOLDER / MODEL_NAME).plan
-    if place is not None:
-        summary = join(run, task)
-    elif local:
-        summary = run_local(run, task)
-    else:
-        summary = launch(run, plan.processes, plan.mesh)
-    if summary is None:
-        return None
-    model.load_state_dict(load_file(Path(out) / FINAL_WEIGHTS))
+    if local or place is not None:
+        refuse_moves(run, "with local=True, and under torchrun, nothing here can", "call fxpipe.fit without them")
+    check_moves(run)
+    problem: FxpipeError | None = None
+    with ExitStack() as held:
+        if place is None or place[0] == 0:
+            try:
+                held.enter_context(writing(run.out, again=True))
+                plan = _built(model, task, options, out, hooks if place is None and not local else None)
+                run = replace(run, plan_digest=plan.digest)
+            except FxpipeError as error:
+                if place is None:
+                    raise
+                problem = error  # the other processes wait for this one
+        if place is not None:
+            summary = join(run, task, problem=problem)
+        elif local:
+            summary = run_local(run, task)
+        else:
+            summary = launch(run, plan.processes, plan.mesh)
+        if summary is None:
+            return None
+        model.load_state_dict(load_file(out / FINAL_WEIGHTS))
     return Fitted(model, summary)
+
+
+def _built(model: nn.Module, task: Task, options: CompileOptions, out: Path, sent: Hooks | None) -> Plan:
+    """Write the build; and what worker processes load, if hooks are sent to them. An error leaves all as it was."""
+    if sent is None:
+        return _compiled(model, task, options).save(out / "build").plan
+    folder, hint = out / FOLDER, "choose another out"
+    with ExitStack() as held:
+        with disk_explained(folder, hint):  # before batches are read: a loader's own generator moves on with them
+            fresh = held.enter_context(next_to(folder))
+            write_hooks(fresh, model, sent)
+        build, file = _compiled(model, task, options), fresh / MODEL_FILE
+        lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
+        captured = captured_of(file, {}, (), lines)
+        build = replace(build, plan=replace(build.plan, sources=source_digests(file), captured=captured))
+        with disk_explained(folder, hint):
+            put(fresh, folder)
+        return build.save(out / "build", model_file=folder / MODEL_FILE).plan
 
 
 def _function(name: str, data: Any) -> Callable[[], Iterable[Any]]:
@@ -163,7 +177,7 @@ def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         FxpipeError: neither has such an option.
     """
-    of_compile, of_run = ({field.name for field in fields(kind)} for kind in (CompileOptions, RunOptions))
+    of_compile, of_run = set(names(CompileOptions)), set(names(RunOptions)).difference(OF_FILES)
     for name in given:
         if name not in of_compile | of_run:
             known = sorted({*of_compile, *of_run, *HOOKS})
@@ -178,7 +192,7 @@ def _options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _compiled(model: nn.Module, task: Task, options: CompileOptions) -> Build:
     """The build of the model, for the shapes of its first batches."""
     data = task.train_data()
-    with _generators_kept(data):
+    with _generators_kept(data), buffers_kept(model):
         first = first_batches(data, options.scan)
     if not first.batches:
         raise TaskError("data has no batch", hint="give a list of batches, or a DataLoader that has some")
@@ -188,27 +202,6 @@ def _compiled(model: nn.Module, task: Task, options: CompileOptions) -> Build:
         evaluation = task.metrics, task.eval_data(), task.hooks.metrics_of_all
     say(f"compiling for {options.workers} workers")
     build = compile(model, task.loss, batch, options, shapes=shapes, last=last, evaluation=evaluation)
-    for warning in build.warnings:
+    for warning in (*build.warnings, *open_end(first, len(build.plan.of_shapes), options)):
         warn(warning)
     return build
-
-
-def _write_model_file(folder: Path, model: nn.Module, hooks: Hooks) -> None:
-    """What the worker processes load.
-
-    Raises:
-        FxpipeError: a hook, or what it holds, cannot be pickled; says which.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {name: value for name, value in vars(hooks).items() if value != getattr(NO_HOOKS, name)}
-    for name, value in {"model": model, **found}.items():
-        try:
-            pickled = cloudpickle.dumps(value)
-        except Exception as error:  # an object that cannot be pickled may raise anything
-            raise FxpipeError(
-                f"{name} cannot be sent to the worker processes: {type(error).__name__}: {first_line(error)}",
-                hint="give a function that makes it there, such as data=lambda: DataLoader(…); or start the script "
-                "with torchrun; or train in this process, with local=True",
-            ) from error
-        (folder / f"{name}.pickle").write_bytes(pickled)
-    (folder / MODEL_NAME).write_text(MODEL_FILE.format(hooks=sorted(found), path=sys.path), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import peak_bytes
@@ -38,5 +38,5 @@ def of_one_replica(build: Build, batch: Any) -> tuple[Build, Batch]:
     whole = Batch.of(batch).padded(plan.padding)
     if plan.outer is None:
         return build, whole
-    share = whole.cut_as(plan.given).share(plan.microbatches, plan.dp)
+    share = whole.cut_as(plan.step.given).share(plan.microbatches, plan.dp)
     return replace(build, plan=plan.of_one_replica), share

@@ -9,26 +9,27 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.costs.codecs import codec_times
 from fxpipe.costs.step_work import step_work
 from fxpipe.errors import BackendError, BatchError, CutError, FxpipeError, ScheduleError, listed
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Observer, PassLines, run_passes
+from fxpipe.ir.transform import Observer
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
+from fxpipe.lowering.choose_cuts import note_on_marks
 from fxpipe.lowering.choose_engines import choose_engines
 from fxpipe.lowering.choose_schedule import ChosenSchedule, choose_schedule
 from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations, with_totals
 from fxpipe.lowering.independent_replicas import with_replicas
-from fxpipe.lowering.options import AUTO, CompileOptions
+from fxpipe.lowering.lowering import Lowering
+from fxpipe.lowering.options import AUTO, DEFAULTS, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
-from fxpipe.lowering.shapes import CapturedShape, with_shape
+from fxpipe.lowering.shapes import CapturedShape, left_out, with_shape
 from fxpipe.lowering.step_costs import has_no_values, step_costs
 from fxpipe.optimizer.per_worker import check_per_worker
-from fxpipe.options import changed
-from fxpipe.passes import front_passes
+from fxpipe.options import changed, taken
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
@@ -39,11 +40,12 @@ from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.step_hooks import StepHooks
 from fxpipe.task.uncompiled import uncompiled
+from fxpipe.tracing.capture import one_at_a_time
 
 Say = Callable[[str], None]
-DEFAULTS = CompileOptions()
 
 
+@one_at_a_time()
 def compile(
     model: nn.Module,
     loss: Loss,
@@ -76,7 +78,7 @@ def compile(
     """
     if changes.get("synchronous") and "schedule" not in changes:
         changes["schedule"] = AUTO
-    options, model = changed(options, changes), uncompiled(model)
+    options, model = changed(taken("options", options, CompileOptions), changes), uncompiled(model)
     _refuse_sync_batch_norm(model, options)
     _ = options.encoding  # an error comes before the work
     first, *others = (Batch.of(one, options.constant_batch) for one in (batch, *shapes))
@@ -95,15 +97,9 @@ def compile(
         step = captured_step(model, loss, first, options, others, rest, say)
     evaluations = None
     if evaluation is not None:
+        metrics, held_out, *of_all = evaluation
         evaluations = capture_evaluations(
-            model,
-            *evaluation[:2],
-            step.program.device,
-            of_all=evaluation[2] if len(evaluation) > 2 else None,
-            loss_weight=options.loss_weight,
-            constant_batch=options.constant_batch,
-            padding=padding,
-            params=options.params,
+            model, metrics, held_out, step.program.device, options, of_all=next(iter(of_all), None), padding=padding
         )
     build = lower(
         step.program,
@@ -184,7 +180,7 @@ def lower(
             engines are to be measured, and parameters have no values (`fxpipe.task.meta`).
         FxpipeError: an option that does not exist.
     """
-    options = changed(options, changes)
+    options = changed(taken("options", options, CompileOptions), changes)
     if options.schedule == AUTO:
         raise ScheduleError(
             "schedule 'auto' chooses the number of microbatches, but this program was captured with one",
@@ -205,35 +201,32 @@ def lower(
         equal = len(set(reduce.replicas)) == 1
         options = replace(options, dp=reduce.replicas[0] if equal else 1, replicas=() if equal else reduce.replicas)
     _check_values(program, options)
-    lines = PassLines()
-    training: tuple[Observer, ...] = (*observers, lines)
-    front = front_passes(
-        options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
-    )
-    program = run_passes(program, front, training)
-    work = step_work(program)
-    costs = step_costs(program, options) if chosen is None else chosen.costs
-    program = run_passes(program, [costs.of_nodes], training, first=len(front) + 1)
+    step = Lowering(program, options, observers=tuple(observers))
+    step = step.front(whole_loss or options.whole_loss(), options.splits_backward)
+    if note := note_on_marks(step.program, options):
+        step = replace(step, program=replace(step.program, warnings=(*step.program.warnings, note)))
+    work = step_work(step.program)
+    costs = step_costs(step.program, options) if chosen is None else chosen.costs
+    step = step.through([costs.of_nodes])
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     known = {} if chosen is None else chosen.known
-    emitter = Emitter(program, costs, options, setting, times, len(front) + 2, known, reduce)
-    program, build = emit_encoded(emitter, options.encoding, training, lines)
-    build = _with_optimizer(replace(build, plan=replace(build.plan, **work)), options)
+    program, build = emit_encoded(Emitter(step, costs, setting, times, known, reduce))
+    build = _with_optimizer(replace(build, plan=build.plan.with_step(**work)), options)
     if chosen is not None:
         build = replace(build, costs=replace(build.costs, schedules=chosen.rows))
     if program.totals is not None:
-        build = with_totals(build, program.totals, options.command)
+        build = with_totals(build, program.totals, options)
     for number, shape in enumerate(shapes, 1):
         say(f"cutting the step of shape {number} of {len(shapes)}")
         try:
             build = with_shape(build, shape, options)
         except FxpipeError as error:
-            if shape.left_out is None:
+            if shape.last is None:
                 raise
-            build = replace(build, warnings=(*build.warnings, shape.left_out.format(error.what)))
+            build = replace(build, warnings=(*build.warnings, left_out(shape.last, error)))
     if evaluations is not None:
-        build = with_evaluations(build, evaluations, options.command, observers)
+        build = with_evaluations(build, evaluations, options, observers)
     return with_replicas(build if options.backend == "eager" else _on_engines(build, program, options, say), options)
 
 
@@ -254,7 +247,8 @@ def _check_values(program: Program, options: CompileOptions) -> None:
 def _with_optimizer(build: Build, options: CompileOptions) -> Build:
     """The build for the optimizer that will train it, now that each parameter has an owner."""
     accepted = options.accept_optimizer_per_worker
-    found = check_per_worker(build.plan, options.optimizer, options.lr_scheduler, accepted=accepted)
+    with options.tried():
+        found = check_per_worker(build.plan, options.optimizer, options.lr_scheduler, accepted=accepted)
     return build if found is None else replace(build, warnings=(*build.warnings, found))
 
 

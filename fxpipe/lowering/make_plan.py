@@ -11,7 +11,7 @@ from torch import fx
 import fxpipe
 from fxpipe.ir.program import Program, value
 from fxpipe.plan.build_folder import WEIGHTS
-from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec, StepSpec
 from fxpipe.planner.setting import Setting
 from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of
@@ -44,6 +44,15 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         )
         for s in program.stages
     )
+    step = StepSpec(
+        tuple(b.leaf for b in program.batch),
+        program.batch_spec,
+        program.edges,
+        stages,
+        units=program.units,
+        differs_from_whole=program.differs_from_whole,
+        whole_numbers=program.whole_numbers,
+    )
     loss_worker = next(k for k, s in enumerate(stages) if s.forward.loss)
     return Plan(
         fxpipe=fxpipe.__version__,
@@ -56,28 +65,23 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         policy=str(setting.policy),
         autocast=program.autocast,
         params=program.params,
+        attributes={name: dict(values) for name, values in program.attributes.items()},
         device=program.device,
         precision=precision_flags(program.device),
-        batch=tuple(b.leaf for b in program.batch),
-        batch_spec=program.batch_spec,
-        units=program.units,
+        steps=(step,),
         loss_worker=loss_worker,
         parameters=_parameters(program, stages),
         buffers=_buffers(program, stages),
-        edges=program.edges,
-        stages=stages,
         weights_file=WEIGHTS,
         weights_digest="",
         loss_of_microbatches=program.loss_of_microbatches,
-        differs_from_whole=program.differs_from_whole,
-        whole_numbers=program.whole_numbers,
         batch_norm=program.batch_norm,
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         placement=setting.placement,
         rows=lines_of(setting.schedule_of(len(stages))),
         replicas=program.replicas,
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
-    )
+    ).watching(program.watched)
 
 
 def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[ParameterSpec, ...]:

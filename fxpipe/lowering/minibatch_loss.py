@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.builds.build import Build
+from fxpipe.errors import BatchError, CaptureError, FxpipeError, RunError
 from fxpipe.ir.program import Program, value
-from fxpipe.lowering.agreement import Agreement, Step, compare, metric_errors
-from fxpipe.lowering.compare_with_eager import SumOfMicrobatches, run_eagerly
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import Agreement, Step, agreement_of, metric_errors
+from fxpipe.lowering.compare_with_eager import BothSteps
+from fxpipe.lowering.one_worker import for_one_worker
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.own_rounding import Exact, in_float64, rounding_text, without_rounding
-from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
+from fxpipe.lowering.own_rounding import rounding_text
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
 from fxpipe.lowering.where_samples_meet import where_samples_meet
-from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
-from fxpipe.passes.analysis.whole_call import next_to
 from fxpipe.passes.fold import Fold
-from fxpipe.passes.keep_layouts import KeepLayouts
+from fxpipe.passes.next_to import NextTo
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
-from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT
-from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
-from fxpipe.stages.minibatch import TRIED_SCALE, totals_of, weights_of
-from fxpipe.task.batch import Batch, Dims, as_scalar, said
+from fxpipe.stages.compare import AMPLIFIED, EXACT, FLOOR_OF_SUMS, relative_error, tolerance
+from fxpipe.task.batch import Batch, Dims, said
 from fxpipe.task.hooks import Loss
-from fxpipe.tracing.capture import OF_HOOKS, autocasting, capture
-
-SMALL = 1e-5
-"""The largest difference of two losses, relative to the larger, that counts as rounding."""
+from fxpipe.tracing.capture import OF_HOOKS, capture
+from fxpipe.tracing.origin import version_hint
 
 UNLIKE = 1e-3
-"""The same for two metrics."""
-
-GROWN = 1e-2
-"""The same through batch norms, which amplify the last bits of values that are nearly equal."""
+"""The largest relative difference of two metrics that is not worth a warning."""
 
 
 @dataclass
@@ -66,7 +58,7 @@ def capture_microbatch(
     """
     whole = whole or WholeStep()
     if options.count == 1:
-        program = capture(model, loss, batch, autocast=options.autocast, params=options.params)
+        program = capture(model, loss, batch, autocast=options.autocast, params=options.params, hooks=options.hooks)
         whole.found = program
         return replace(program, warnings=tuple(w for w in program.warnings if not w.startswith(OF_HOOKS)))
     ways = _ways(batch) if options.microbatch_dims is None else [options.cut(batch).dims]
@@ -81,7 +73,7 @@ def capture_microbatch(
             first = first or program
             if whole.found is None or options.outer is not None:
                 whole.found = _captured_whole(model, loss, _whole_batch(replace(batch, cut=dims), options), options)
-            program = next_to(program, whole.found)
+            program = replace(program, whole=whole.found)
             if _is_proved(program, dims):
                 return program
             best = best or program
@@ -111,7 +103,13 @@ def _captured_whole(model: nn.Module, loss: Loss, batch: Batch, options: Compile
     """The step on the whole batch, or why there is none."""
     try:
         return capture(
-            model, loss, replace(batch, cut=None), autocast=options.autocast, params=options.params, state_notes=False
+            model,
+            loss,
+            replace(batch, cut=None),
+            autocast=options.autocast,
+            params=options.params,
+            state_notes=False,
+            hooks=options.hooks,
         )
     except FxpipeError as error:
         return f"the step on the whole batch is refused: {error.what}"
@@ -122,7 +120,7 @@ def _captured(model: nn.Module, loss: Loss, batch: Batch, options: CompileOption
     batch.check_sizes()
     parts = batch.split(options.count)
     _check_constants(parts)
-    return capture(model, loss, parts[0], autocast=options.autocast, params=options.params)
+    return capture(model, loss, parts[0], autocast=options.autocast, params=options.params, hooks=options.hooks)
 
 
 def _check_constants(parts: Sequence[Batch]) -> None:
@@ -141,7 +139,8 @@ def _check_constants(parts: Sequence[Batch]) -> None:
 
 
 def _is_proved(program: Program, dims: Dims) -> bool:
-    return microbatches_of(Fold()(program), dims).loss in (Share.MEAN, Share.SUM)
+    folded = run_passes(program, [NextTo(), Fold()], dumped_as="cut_")
+    return microbatches_of(folded, dims).loss in (Share.MEAN, Share.SUM)
 
 
 def _ways(batch: Batch) -> list[Dims]:
@@ -175,53 +174,43 @@ def checked_loss(
         BatchError: loss or gradients differ beyond rounding, and the options do not accept it.
         CaptureError: the same with one microbatch.
     """
-    tried = options.whole_loss()
+    whole_loss = options.whole_loss()
     if has_no_values(program):
-        return program, tried
+        return program, whole_loss
     batch = _whole_batch(batch.cut_as(b.leaf for b in program.batch), options)
-    options = replace(options, dp=options.joint)
-    parts = batch.split(options.count)
-    made = _made(program, tried)
-    steady = SteadyRandomness()
-    with steady:
-        eager = _whole(program, model, loss, batch.given, options.count)
-        found = _step(made, parts, options)
-    agreement, limit = compare(found, eager, FLOOR_OF_SUMS), _limit(program)
-    checked = tried
-    if tried is not None:
-        if not steady.unknown:
-            tried = replace(tried, unlike=_unlike(found, eager, max(UNLIKE, limit)))
-        checked = replace(tried, checked=_count_differently(parts, program, options))
-    if agreement.largest <= limit:
-        return program, checked
-    if steady.unknown or made.differs_from_whole:
-        return program, tried
-    if _is_rough(made, tried, limit) and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return program, checked
-
-    def exact() -> Exact | None:
-        with SteadyRandomness():
-            true = in_float64(lambda m, b: _whole(program, m, loss, b, options.count), model, batch, program.params)
-            return None if true is None else Exact(true)
-
-    if program.autocast is None:
-        agreement = without_rounding(agreement, found, eager, limit, FLOOR_OF_SUMS, exact)
-    if agreement.largest <= limit:
-        return replace(program, warnings=(*program.warnings, rounding_text(agreement))), checked
-    if tried is None:
-        raise _unseen(found.loss, eager, agreement)
-    if options.accept_microbatch_loss:
-        return program, replace(tried, accepted=True)
-    with steady:
-        why = _where_samples_meet(program, made, model, loss, batch, parts, limit if limit > EXACT else SMALL, options)
-    raise _differs(why, found.loss, eager, agreement, options)
+    build = for_one_worker(program, options.own_count * options.joint, whole_loss)
+    steps = BothSteps(build, batch, model, loss, loss_weight=options.loss_weight)
+    with SteadyRandomness() as steady:
+        eager = steps.eager(whole=True)
+        try:
+            found = steps.emitted()
+        except RunError as error:
+            raise _fails(error, steps) from error
+    limit = tolerance((v.dtype for n in program if isinstance(v := value(n), Tensor)), program.autocast)
+    if whole_loss is not None and not steady.unknown:
+        whole_loss = replace(whole_loss, unlike=_unlike(found, eager, max(UNLIKE, limit)))
+    agreement = agreement_of(found, eager, FLOOR_OF_SUMS)
+    is_off = not agreement.largest <= limit
+    if is_off and (steady.unknown or build.plan.step.differs_from_whole):
+        return program, whole_loss  # there is nothing to compare with
+    if is_off and not (_is_rough(program, build, limit) and _same(found.loss, eager.loss, max(AMPLIFIED, limit))):
+        with steady:
+            agreement = steps.agreement(found, eager, FLOOR_OF_SUMS, limit, whole=True)
+        if agreement.largest <= limit:
+            program = replace(program, warnings=(*program.warnings, rounding_text(agreement)))
+        elif whole_loss is not None and options.accept_microbatch_loss:
+            return program, replace(whole_loss, accepted=True)
+        else:
+            numbers = _numbers(steps, found, eager, agreement)
+            raise _unseen(numbers) if whole_loss is None else _differs(numbers, _why(program, steps, limit, options))
+    return program, whole_loss and replace(whole_loss, checked=_count_differently(steps))
 
 
-def _is_rough(made: Program, tried: WholeLoss | None, limit: float) -> bool:
+def _is_rough(program: Program, build: Build, limit: float) -> bool:
     """Whether a step amplifies rounding so much that only its loss can be compared, if what it computes is proved."""
-    if tried is None:
-        return limit > EXACT or bool(microbatches_of(made).batch_norms)
-    return bool(made.batch_norm) and (_is_weighed(made) or not _unproved(made))
+    if build.plan.microbatches == 1:
+        return limit > EXACT or bool(microbatches_of(run_passes(program, [Fold()])).batch_norms)
+    return bool(build.plan.batch_norm) and (build.plan.loss_weight or not _unproved(build))
 
 
 def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
@@ -234,172 +223,90 @@ def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
     )
 
 
-def _limit(program: Program) -> float:
-    """The largest relative error that counts as rounding."""
-    dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
-    return tolerance(dtypes, program.autocast)
+def _fails(error: RunError, steps: BothSteps) -> BatchError | CaptureError:
+    """The error for stages that fail although eager PyTorch has computed the whole batch."""
+    count = steps.build.plan.microbatches
+    if count > 1:
+        try:
+            steps.eager()
+        except CaptureError as eager:
+            return BatchError(
+                f"eager PyTorch computes the step on the whole batch, but not on its {count} microbatches: "
+                + eager.what.splitlines()[0],
+                where=eager.where,
+                hint="use --microbatches 1, or say with microbatch_dims which leaves are cut and where; a leaf with "
+                "indices of samples refers to the whole batch",
+                page="microbatches",
+            )
+    cause = error.__cause__ or error
+    return CaptureError(
+        "eager PyTorch computes this step, but the program that was traced from it fails: "
+        f"{type(cause).__name__}: {str(cause).splitlines()[0]}",
+        hint="fxpipe cannot compile this step yet: torch traces an operator of it differently from how it runs it ("
+        + version_hint()
+        + ")",
+    )
 
 
-def _made(program: Program, whole_loss: WholeLoss | None) -> Program:
-    """The captured program in a form that can run."""
-    for step in front_passes(False, whole_loss, bool(program.metrics()), program.scales_loss):
-        program = step(program)
-    return program
-
-
-def _scale(program: Program) -> float | None:
-    """The factor on the loss before backward in the comparison; None without float16."""
-    return TRIED_SCALE if program.scales_loss else None
-
-
-def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatches: int) -> Step:
-    with SeparateBatchNorm(microbatches):
-        return run_eagerly(
-            model,
-            loss,
-            [batch],
-            parameters=[(p.names, p.trained) for p in program.parameters],
-            context=lambda: autocasting(program.device, program.autocast),
-            params=program.params,
-            scale=_scale(program),
-        )
-
-
-def _step(program: Program, parts: Sequence[Batch], options: CompileOptions) -> Step:
-    """Loss and gradients of a minibatch, from the program that `WholeLoss` made."""
-    batches = [_fed(program, part) for part in parts]
-    made: dict[str, list[Tensor]] = {}
-    if program.totals is not None:
-        made = {name: [t] * len(parts) for name, t in _added_up(program.totals, batches).items()}
-    if options.loss_weight is not None:
-        made[LOSS_WEIGHT] = weights_of(options.loss_weight, parts, 0, program.device)
-    divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
-    scale = _scale(program)
-    if scale is not None:
-        made[LOSS_SCALE] = [torch.full((), scale / divisor, device=program.device)] * len(parts)
-    more = [
-        {b.node: made[b.leaf.name][j] for b in program.batch if b.node and b.leaf.name in made}
-        for j in range(len(parts))
-    ]
-    minibatch = SumOfMicrobatches(divisor, program.loss_metrics, scale)
-    names = {p.node: p.names[0] for p in program.parameters}
-    values = dict(program.values)
-    for batch, extra in zip(batches, more, strict=True):
-        results = _run(program, values, {**batch, **extra}, len(parts))
-        for output, result in zip(program.outputs, results, strict=True):
-            if output.kind == "loss":
-                minibatch.add_loss(result)
-            elif output.kind == "buffer":
-                values[output.target] = result
-            else:
-                minibatch.add_gradient(names[output.target], result)
-    return minibatch.step({})
-
-
-def _added_up(totals: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The totals of a minibatch, by leaf name."""
-    adding = KeepLayouts()(Fold()(totals))
-    names = [o.target for o in adding.outputs]
-    nodes = {b.leaf.name: b.node for b in adding.batch if b.node and b.leaf.name in names}
-
-    def add(batch: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        return adding.run(batch={**batch, **{node: known[name] for name, node in nodes.items()}})
-
-    return totals_of(add, batches, names, {name: adding.example[node] for name, node in nodes.items()})
-
-
-def _fed(program: Program, batch: Batch) -> dict[str, Tensor]:
-    """The values of a batch for a program, by placeholder."""
-    given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
-    return {node: _copied(batch.values[i], program.device) for i, node in given}
-
-
-def _copied(leaf: Any, device: str) -> Tensor:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else as_scalar(leaf, device)
-
-
-def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, ...]:
-    try:
-        return program.run(values=values, batch=batch)
-    except (RuntimeError, IndexError) as error:  # eager PyTorch has computed it on the whole batch
-        if count == 1:
-            raise
-        raise BatchError(
-            f"eager PyTorch computes the step on the whole batch, but on one of its {count} microbatches it fails: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            hint="use --microbatches 1, or say with microbatch_dims which leaves are cut and where; a leaf with "
-            "indices of samples refers to the whole batch",
-            page="microbatches",
-        ) from error
-
-
-def _count_differently(parts: Sequence[Batch], program: Program, options: CompileOptions) -> bool:
+def _count_differently(steps: BothSteps) -> bool:
     """Whether these microbatches differ enough to find wrong weights: without the hook, results must differ."""
-    if options.loss_weight is None:
-        return True
-    weights = torch.stack(weights_of(options.loss_weight, parts, 0, program.device))
+    weights = torch.tensor(steps.weights() or [0.0, 1.0])
     return not _same(weights.min(), weights.max())
 
 
-def _is_weighed(program: Program) -> bool:
-    return any(b.leaf.name == LOSS_WEIGHT for b in program.batch)
-
-
-def _unproved(program: Program) -> list[str]:
+def _unproved(build: Build) -> list[str]:
     """Why it is not proved that the microbatches give the whole batch's loss; empty if it is."""
-    return [w.partition(": ")[2] for w in program.warnings if w.startswith(UNPROVED)]
+    return [w.partition(": ")[2] for w in build.warnings if w.startswith(UNPROVED)]
 
 
-def _same(found: Tensor, expected: Tensor, far: float = SMALL) -> bool:
-    return torch.allclose(found.double(), expected.double(), rtol=far, atol=SMALL * SMALL, equal_nan=True)
+def _same(found: Tensor, expected: Tensor, far: float = EXACT) -> bool:
+    return relative_error(found, expected, EXACT**2) <= far
 
 
-def _unseen(found: Tensor, eager: Step, agreement: Agreement) -> CaptureError:
-    """The error that says how far the program is from the eager step that it captured."""
+def _numbers(steps: BothSteps, found: Step, eager: Step, agreement: Agreement) -> str:
+    """How far two steps differ: by their losses, or if these are equal, by a gradient."""
+    count = steps.build.plan.microbatches
+    losses = f"the loss of the whole batch is {eager.loss:.6g}, of its {count} microbatches {found.loss:.6g}"
+    if count == 1:
+        losses = f"its loss is {found.loss:.6g}, eager PyTorch's {eager.loss:.6g}"
+    name, error = agreement.worst_gradient
+    is_gradient = _same(found.loss, eager.loss)
+    return f"{losses}, and the gradient of {name} differs by {error:.1e}" if is_gradient else losses
+
+
+def _unseen(numbers: str) -> CaptureError:
+    """The error that says how far the stages are from the eager step that was captured."""
     return CaptureError(
-        "the captured step computes something different from eager PyTorch on the same batch: "
-        + _difference(f"its loss is {found:.6g}, eager PyTorch's {eager.loss:.6g}", found, eager, agreement),
+        f"the captured step computes something different from eager PyTorch on the same batch: {numbers}",
         hint="capture does not see what changes the step: a value from outside the model and the batch (a file, "
         "the clock, a counter); or torch traces an operator differently from how it runs it",
     )
 
 
-def _difference(losses: str, found: Tensor, eager: Step, agreement: Agreement) -> str:
-    """How far two steps differ: by their losses, or if these are equal, by a gradient."""
-    name, error = agreement.worst_gradient
-    return f"{losses}, and the gradient of {name} differs by {error:.1e}" if _same(found, eager.loss) else losses
-
-
-def _where_samples_meet(
-    program: Program,
-    made: Program,
-    model: nn.Module,
-    loss: Loss,
-    batch: Batch,
-    parts: Sequence[Batch],
-    far: float,
-    options: CompileOptions,
-) -> list[str]:
+def _why(program: Program, steps: BothSteps, limit: float, options: CompileOptions) -> list[str]:
     """Why the microbatches' loss is not the whole batch's.
 
     Args:
-        program, made: the captured one, and the one that can run.
+        program: the captured one.
+        limit: what counts as rounding.
     """
-    if _is_weighed(made):
+    plan, batch = steps.build.plan, steps.batch
+    if plan.loss_weight:
         return ["each microbatch's loss is weighted by loss_weight(batch)"]
-    known = _unproved(made)
-    if not known or made.batch_norm or isinstance(whole := _captured_whole(model, loss, batch, options), str):
-        return known
-    found = where_samples_meet(program, whole, [_fed(program, part) for part in parts], _fed(whole, batch), far)
-    return known if found is None else [found]
+    known = _unproved(steps.build)
+    with SteadyRandomness():
+        if (
+            not known
+            or plan.batch_norm
+            or isinstance(whole := _captured_whole(steps.model, steps.loss, batch, options), str)
+        ):
+            return known
+        call = where_samples_meet(program, whole, batch.split(plan.microbatches), batch, limit)
+    return known if call is None else [call]
 
 
-def _differs(
-    why: Sequence[str], found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions
-) -> BatchError:
+def _differs(numbers: str, why: Sequence[str]) -> BatchError:
     """The error that says how far the microbatches' loss is from the whole batch's, why, and what cures it."""
-    numbers = f"the loss of the whole batch is {eager.loss:.6g}, of its {options.count} microbatches {found:.6g}"
-    numbers = _difference(numbers, found, eager, agreement)
     return BatchError(
         "; ".join([numbers, *why]),
         hint="use --microbatches 1. If something is computed over all samples together (a router's balance), compute "

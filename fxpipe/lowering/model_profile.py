@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
+from fxpipe.lowering.lowering import Lowering
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import SharedCosts, StepCosts, step_costs
-from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.planner.profile import PlanInput
 from fxpipe.task.batch import Batch
@@ -65,22 +64,21 @@ def profile_model(
     say("capturing")
     step = capture(model, loss, batch.padded(options.padding([batch])), options)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
-    captured = step.program
-    asked = step.whole_loss, bool(captured.metrics()), captured.scales_loss
-    program = run_passes(captured, front_passes(False, *asked))
-    split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
+    captured = Lowering(step.program, options)
+    together = captured.front(step.whole_loss)
+    apart_too = captured.front(step.whole_loss, split_backward=True) if three_way else together
     say("costing the step")
     shared = shared or SharedCosts()
-    costs = again = step_costs(program, options, shared)
+    costs = again = step_costs(together.program, options, shared)
     levels = options.recomputes
-    planned = without_metrics(run_passes(program, [costs.of_nodes]))
+    planned = without_metrics(together.through([costs.of_nodes]).program)
     whole = apart = costs.profile(planned, levels)
-    if len(list(split_up)) != len(list(program)):
+    if len(list(apart_too.program)) != len(list(together.program)):
         say("costing the step with split backward operators")
-        again = step_costs(split_up, options, shared)
-        apart = again.profile(without_metrics(run_passes(split_up, [again.of_nodes])), levels)
+        again = step_costs(apart_too.program, options, shared)
+        apart = again.profile(without_metrics(apart_too.through([again.of_nodes]).program), levels)
     few, optimizer, count = step.few(options.made_schedule), costs.optimizer, options.count
-    first = next(b.leaf.tensor for b in captured.batch if b.leaf.tensor is not None)
+    first = next(b.leaf.tensor for b in step.program.batch if b.leaf.tensor is not None)
     made = PlanInput(
         whole,
         apart,

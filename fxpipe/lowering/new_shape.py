@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.build.build import Build, load
+from fxpipe.builds.build import Build, load
 from fxpipe.errors import BatchError, BuildError, TaskError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions, options_like
@@ -20,6 +20,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.meta import on_meta
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.tracing.hook_state import undone
 
 COMMAND = "a shape of batch that a run met"
 """What stages have in the place of a compile's command."""
@@ -56,15 +57,18 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
         FxpipeError: as `capture_shape` and `with_shape`; or it is not the model that was compiled.
     """
     plan = build.plan
-    constants = [leaf.name for leaf in plan.given if leaf.tensor is None and leaf.read]
+    constants = [leaf.name for leaf in plan.step.given if leaf.tensor is None and leaf.read]
     read = replace(Batch.of(batch), constants=tuple(constants))
     options = options_of(plan, read, hooks)
-    model = hooks.model() if hooks.same else _made(plan, hooks)
-    if plan.device != "cpu":
-        read = read.on(plan.device)
-    captured = capture_shape(model, hooks.loss, read, options)
+    with undone(options.hooks):  # model() may leave the new model where hooks look for that of the run
+        model = hooks.model() if hooks.same else _made(plan, hooks)
+        if plan.device != "cpu":
+            read = read.on(plan.device)
+        captured = capture_shape(model, hooks.loss, read, options)
     _check_model(plan, captured.program)
     made = with_shape(build, captured, options)
+    if unseen := made.plan.watched[len(plan.watched) :]:
+        raise BatchError(f"with this batch the step reads {unseen[0].place}, which hooks reach", hint=_AGAIN)
     known = {buffer.name for buffer in plan.buffers}
     more = [buffer for buffer in made.plan.buffers if buffer.name not in known]
     if kept := [buffer.name for buffer in more if buffer.persistent]:
@@ -87,7 +91,7 @@ def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
     Leaves are cut along the same dimensions as in the first shape, if the batch has the same leaves; else these are
     found again.
     """
-    dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in plan.given}
+    dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in plan.step.given}
     cuts = Cuts.of(plan)
     return CompileOptions(
         **options_like(plan),
@@ -96,6 +100,7 @@ def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
         microbatch_dims=dims if list(batch.dims) == list(dims) and plan.microbatches > 1 else None,
         constant_batch=batch.constants,
         loss_weight=hooks.loss_weight if plan.loss_weight else None,
+        hooks=hooks.between if plan.watched else {},
         split_backward=cuts.weights != cuts.backward,
         command=COMMAND,
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
-from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
-from fxpipe.options import flags, option
+from fxpipe.errors import CutError, FxpipeError, ScheduleError
+from fxpipe.options import check, flags, option, optional
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.plan.spec import OuterSpec, PadSpec, Plan
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.task.batch import Batch
-    from fxpipe.task.hooks import MakeScheduler, OptimizerHook
     from fxpipe.task.model_file import Task
-    from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
 AUTO = "auto"
@@ -45,20 +44,20 @@ AUTO = "auto"
 OUTER = "diloco"
 """The only kind of outer steps."""
 
-OUTER_OPTIONS = ("every", "lr", "momentum", "delay")
+OUTER_OPTIONS = tuple(flags(OuterSpec))
 """Each is an option `outer_…`."""
 
-DILOCO = OuterSpec(every=64, lr=0.7, momentum=0.9)
+DILOCO = OuterSpec()
 """The outer steps of Douillard et al. 2023 (arXiv 2311.08105), which step after 500 updates, not 64."""
 
-SPARSELOCO = OuterSpec(every=64, lr=1.0, momentum=0.0)
+SPARSELOCO = OuterSpec(lr=1.0, momentum=0.0)
 """The outer steps of Sarfi et al. 2025 (arXiv 2508.15706), for codecs that carry over: their memory takes the place of
 momentum."""
 
 SCANNED = 8
 """How many batches are read for their shapes by default."""
 
-CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
+CutsMode = Literal["auto", "same", "bidirectional", "three-way", "given"]
 CostMode = Literal["measured", "analytic"]
 ShardMode = Literal["optimizer"]
 
@@ -90,7 +89,7 @@ def options_like(plan: Plan) -> dict[str, Any]:
         "autocast": plan.autocast,
         "params": plan.params,
         "codec": plan.codec,
-        "accept_microbatch_loss": bool(plan.differs_from_whole),
+        "accept_microbatch_loss": bool(plan.step.differs_from_whole),
     }
 
 
@@ -124,16 +123,16 @@ class CompileOptions:
             minibatch's microbatches and add up their gradients.
         outer: 'diloco' lets replicas train independently, each on its share of every minibatch, and combines their
             weights in outer steps (`fxpipe/runtime/worker/outer_step.py`); None adds up gradients in every step.
-        outer_every, outer_lr, outer_momentum: after how many updates an outer step comes, and the learning rate and
-            Nesterov momentum of its SGD; None takes `DILOCO`'s, or `SPARSELOCO`'s.
-        outer_delay: 1 applies the result of an exchange one outer step later, so that nothing waits for it.
+        outer_every, outer_lr, outer_momentum, outer_delay: see `OuterSpec`; None takes `DILOCO`'s or `SPARSELOCO`'s.
         replicas: the number of replicas for each worker, in place of `dp`; they share all microbatches. Only with a
             schedule that has one worker in each process and does not separate weight gradients.
         shard: 'optimizer': each replica of a worker keeps the optimizer's state for its own share of the worker's
             parameters, and updates only these; then the replicas exchange the new weights.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
-            (separate cuts for weight gradients, too), or 'auto': bidirectional if they gain more than 2%. Or the cuts
-            themselves, as unit numbers; then nothing is chosen.
+            (separate cuts for weight gradients, too), or 'auto': bidirectional if they gain more than 2%. 'given': the
+            marks of the step itself, for torch's pipeline (`pipe_split()`, `annotate_split_points`), which 'auto'
+            takes, too, if there is one for each boundary between workers. Or the cuts themselves, as unit numbers; then
+            nothing is chosen.
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
             if both are empty, and one alone is used for both. If both are given, a path may be repeated: a worker
             between two cuts at one place has nothing to do in that phase.
@@ -181,6 +180,7 @@ class CompileOptions:
         optimizer: as for a run: its update is timed, its state counted, and a trial finds whether each worker may have
             its own. None is SGD with momentum.
         lr_scheduler: as for a run: tried with the optimizer.
+        hooks: what a run calls between steps, and the functions of steps, by name: a run follows what hooks change.
         accept_optimizer_per_worker: continue with a warning if one optimizer over all parameters would train
             differently from one for each worker; without a warning if this is only unknown.
         known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. The
@@ -221,37 +221,15 @@ class CompileOptions:
         choices=(OUTER,),
         help="Let replicas train independently and average their changes now and then, for slow links between them.",
     )
-    outer_every: int | None = option(
-        None, minimum=1, metavar="H", help="With --outer: average after H updates. [default: 64]"
-    )
-    outer_lr: float | None = option(
-        None,
-        kind=float,
-        above=0,
-        below=1000,
-        metavar="RATE",
-        help="With --outer: learning rate of the step. [default: 0.7, or 1 with a codec that carries over]",
-    )
-    outer_momentum: float | None = option(
-        None,
-        kind=float,
-        minimum=0,
-        below=1,
-        metavar="M",
-        help="With --outer: Nesterov momentum of the step. [default: 0.9, or 0 with a codec that carries over]",
-    )
-    outer_delay: int | None = option(
-        None,
-        minimum=0,
-        maximum=1,
-        metavar="D",
-        help="With --outer: 1 applies an average one such step later, so that nothing waits for it. [default: 0]",
-    )
+    outer_every: int | None = optional(OuterSpec, "every")
+    outer_lr: float | None = optional(OuterSpec, "lr")
+    outer_momentum: float | None = optional(OuterSpec, "momentum")
+    outer_delay: int | None = optional(OuterSpec, "delay")
     cuts: Cuts | CutsMode = option(
         "auto",
         choices=get_args(CutsMode),
-        help="Cut forward and backward at the same places, or separately; three-way: cut weight gradients separately, "
-        "too.",
+        help="Cut forward and backward alike, or separately; three-way: weight gradients, too; given: at the model's "
+        "pipe_split().",
     )
     forward_at: Sequence[str] = option(
         (),
@@ -308,7 +286,7 @@ class CompileOptions:
         minimum=1,
         help="Read the first N batches of train_data() and make stages for every shape of batch among them.",
     )
-    pad: Pad | None = None
+    pad: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None
     pad_to: int | None = option(
         None,
         minimum=1,
@@ -358,8 +336,9 @@ class CompileOptions:
     links: Links | None = None
     speeds: Sequence[float] = ()
     memory: Sequence[float] = ()
-    optimizer: OptimizerHook | None = None
-    lr_scheduler: MakeScheduler | None = None
+    optimizer: Callable[..., Any] | None = None
+    lr_scheduler: Callable[..., Any] | None = None
+    hooks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     accept_optimizer_per_worker: bool = option(
         False, help="Allow an optimizer that looks at all parameters at once, though each worker has its own."
     )
@@ -367,7 +346,9 @@ class CompileOptions:
     command: str = IN_PYTHON
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replicas", tuple(self.replicas or ()))
+        if self.replicas is None:  # as on the command line
+            object.__setattr__(self, "replicas", ())
+        check(self)
 
     @property
     def encoding(self) -> Encoding:
@@ -400,7 +381,7 @@ class CompileOptions:
         """How replicas that train independently combine their weights; None if they add up gradients.
 
         Raises:
-            CutError: there are no replicas; or an option of outer steps is out of range, or given without outer steps.
+            CutError: there are no replicas; or an option of outer steps is given without outer steps.
         """
         asked = {name: getattr(self, f"outer_{name}") for name in OUTER_OPTIONS}
         given = {name: number for name, number in asked.items() if number is not None}
@@ -426,14 +407,7 @@ class CompileOptions:
                 f"--outer and schedule '{self.schedule}': independent replicas have no sums that could be late",
                 hint="--schedule async",
             )
-        spec = replace(SPARSELOCO if encoding.carries_over(sent) else DILOCO, codec=sent, **given)
-        rates = math.isfinite(spec.lr) and spec.lr > 0 and 0 <= spec.momentum < 1
-        if spec.every < 1 or not rates or spec.delay not in (0, 1):
-            raise CutError(
-                f"outer steps are impossible with {', '.join(f'{name}={number!r}' for name, number in given.items())}",
-                hint="outer_every must be at least 1, lr above 0, momentum from 0 to below 1, delay 0 or 1",
-            )
-        return spec
+        return replace(SPARSELOCO if encoding.carries_over(sent) else DILOCO, codec=sent, **given)
 
     def cut(self, batch: Batch) -> Batch:
         """A batch, cut along the given dimensions; errors as `Batch.along`."""
@@ -468,10 +442,16 @@ class CompileOptions:
         """How many processes a run has."""
         return sum(self.replicas) or self.workers * self.dp
 
+    def takes_marks(self, count: int) -> bool:
+        """Whether the cuts are where the step itself marks so many: asked for, or as many as boundaries."""
+        return (
+            count > 0 and count == self.stages - 1 and (self.cuts == "given" or (self.planned and self.cuts == "auto"))
+        )
+
     @property
     def planned(self) -> bool:
         """Whether the planner chooses the cuts."""
-        return not (isinstance(self.cuts, Cuts) or self.forward_at or self.backward_at)
+        return not (isinstance(self.cuts, Cuts) or self.cuts == "given" or self.forward_at or self.backward_at)
 
     @property
     def splits_backward(self) -> bool:
@@ -587,22 +567,24 @@ class CompileOptions:
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,
             lr_scheduler=self.lr_scheduler or task.hooks.lr_scheduler,
+            hooks=task.hooks.of_run,
             threads=threads,
         )
+
+    def tried(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer and its scheduler are tried; afterwards what they reach is as before."""
+        from fxpipe.task.hooks import OF_OPTIMIZERS  # loads torch, which `fxpipe compile --help` does not
+        from fxpipe.tracing.hook_state import undone
+
+        return undone({name: hook for name, hook in self.hooks.items() if name in OF_OPTIMIZERS})
 
     def check(self) -> None:
         """Refuse what makes no sense for any model.
 
         Raises:
-            CutError: a word that is not one of an option's choices; cuts that are both chosen and given.
+            CutError: cuts that are both chosen and given.
             ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         """
-        for name in ("cuts", "recompute", "cost", "shard", "outer", "params"):
-            given, flag = getattr(self, name), flags(CompileOptions)[name]
-            known = flag.choices
-            if given not in (flag.default, *known) and not (name == "cuts" and isinstance(given, Cuts)):
-                nearest = near(given, known) if isinstance(given, str) else ""
-                raise CutError(f"{name}={given!r} is not one of {', '.join(known)}{nearest}")
         if (self.forward_at or self.backward_at) and self.cuts != "auto":
             raise CutError(
                 "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
@@ -685,10 +667,10 @@ class CompileOptions:
         policy.check(schedule)
         if self.shard is not None:
             check_shares(policy)
-        links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
-        speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
-            *(schedule.name, str(policy), schedule.microbatches, links, speeds, memory),
+            *(schedule.name, str(policy), tuple(self.speeds), tuple(self.memory)),
+            links=self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK),
+            microbatches=schedule.microbatches,
             optimizer_bytes=optimizer.state_bytes / (1 if self.shard is None else self.dp),
             outer_bytes=0.0 if (outer := self.outer_spec) is None else outer.kept,
             policy_times=optimizer.policy,
@@ -698,3 +680,6 @@ class CompileOptions:
             dp=self.joint,
             replicas=self.replicas,
         )
+
+
+DEFAULTS = CompileOptions()

@@ -13,23 +13,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from fxpipe.errors import listed
-from fxpipe.lowering.agreement import Agreement, Step, compare
-from fxpipe.stages.compare import SLACK
+from fxpipe.lowering.agreement import Agreement, Step, agreement_of
+from fxpipe.stages.compare import AMPLIFIED, EXACT, SLACK, distance, error_of_all, norm, relative_error
 from fxpipe.stages.pure_function import NARROW, all_float64, wide
 from fxpipe.task.batch import Batch
 from fxpipe.task.bf16_parameters import narrow
 
 THE_LOSS = "the loss"
 
-ALIKE = 1e-2
-"""How far all of eager's gradients together may be from those in float64. If they are farther, float64 computes another
-step, such as one with other random numbers, and says nothing about rounding."""
-
 LARGEST_OWN = 0.1
-"""The same for one gradient, relative as in `compare`: a real difference of this size would not be seen."""
+"""How far eager's own gradient may be from that in float64, relatively, where the stages' step in float64 is unknown: a
+real difference of this size would not be seen."""
 
 
 class Exact(NamedTuple):
@@ -50,51 +47,53 @@ def without_rounding(
     not explain the others.
 
     An error is explained if `found` is at most `SLACK` times as far from eager's step in float64 as eager's own step
-    is, in this value or, relative to their norms, in all gradients together. If the stages give the same step in
-    float64, eager's own step may be any distance from it; else at most `ALIKE` and `LARGEST_OWN`, since a real
+    is, in this value or, relative to their norms, in all gradients together. If the stages give the same value in
+    float64, eager's own may be any distance from it; else at most `AMPLIFIED` and `LARGEST_OWN`, since a real
     difference could hide in a larger one. Buffers and metrics stay as they are.
 
     Args:
-        agreement: of `found` with `eager`, by `compare` with this `floor`.
-        limit: what counts as right.
+        agreement: of `found` with `eager`, by `agreement_of` with this `floor`.
+        limit: what counts as right; in float64 it is `EXACT`.
         exact: makes the step in float64, or None if that is impossible; called only if an error is above `limit`.
     """
-    wrong = [name for name, error in agreement.gradients.items() if limit < error < math.inf]
-    off = limit < agreement.loss < math.inf
-    if not wrong and not off:
+    errors = {THE_LOSS: agreement.loss, **agreement.gradients}
+    if not any(limit < error < math.inf for error in errors.values()):
         return agreement
-    made = exact()
-    if made is None:
+    steps = exact()
+    if steps is None:
         return replace(agreement, cause=_NO_FLOAT64)
-    true, proved = made.eager, False
-    if made.found is not None:
-        precise = replace(compare(made.found, true, floor), buffers={})  # eager changes them once for the whole batch
-        proved = precise.largest <= limit
-        if not proved:
-            where, error = precise.worst
-            return replace(agreement, cause=_IN_FLOAT64_TOO.format(where, error))
-    if not _comparable(eager, true) or not (proved or _is_the_same_step(eager, true)):
-        return replace(agreement, cause=_OTHER_DRAWS)
-    least = floor * max((_norm(g) for g in true.gradients.values()), default=0.0)
-    own = {name: _distance(g, true.gradients[name]) for name, g in eager.gradients.items()}
-    norms = {name: _norm(g) for name, g in true.gradients.items()}
-    usual = math.hypot(*own.values()) / max(math.hypot(*norms.values()), 1e-30) if proved else 0.0
-    explained = {}
-    for name in wrong:
-        allowed = max(own[name], usual * max(norms[name], least))
-        small = proved or own[name] <= LARGEST_OWN * max(norms[name], least)
-        if small and _distance(found.gradients[name], true.gradients[name]) <= SLACK * allowed:
-            explained[name] = agreement.gradients[name]
-    gradients = agreement.gradients | dict.fromkeys(explained, 0.0)
-    loss = agreement.loss
-    allowed = max(_distance(eager.loss, true.loss), usual * _norm(true.loss))
-    if off and _distance(found.loss, true.loss) <= SLACK * allowed:
-        explained[THE_LOSS], loss = loss, 0.0
-    return replace(agreement, loss=loss, gradients=gradients, rounding=explained, cause=_ROUGHER if proved else "")
+    true, proved = steps.eager, steps.found is not None
+    same, cause = _is_the_same_step(eager, true), _ROUGHER if proved else ""
+    faults: dict[str, float] = {}
+    if steps.found is not None:
+        precise = replace(agreement_of(steps.found, true, floor), buffers={})  # eager changes them once a batch
+        faults = {n: e for n, e in {THE_LOSS: precise.loss, **precise.gradients}.items() if not e <= EXACT}
+        if faults:
+            cause = (_IN_FLOAT64_TOO if same else _NO_VALUE).format(*precise.worst)
+            errors |= {name: max(error, errors.get(name, 0.0)) for name, error in faults.items()}
+    explained: dict[str, float] = {}
+    if _comparable(eager, true) if proved else same:
+        values = [{THE_LOSS: step.loss, **step.gradients} for step in (true, eager, found)]
+        least = floor * max(map(norm, true.gradients.values()), default=0.0)
+        usual = error_of_all(eager.gradients, true.gradients) if proved else 0.0
+        for name in [n for n, error in errors.items() if limit < error < math.inf and n not in faults]:
+            exactly, eagerly, emitted = (step[name] for step in values)
+            size, own = max(norm(exactly), least), distance(eagerly, exactly)
+            allowed = SLACK * max(own, usual * size)
+            if (proved or own <= LARGEST_OWN * size) and distance(emitted, exactly) <= allowed:
+                explained[name] = errors[name]
+    elif not faults:
+        cause = _OTHER_DRAWS
+    errors |= dict.fromkeys(explained, 0.0)
+    return replace(agreement, loss=errors.pop(THE_LOSS), gradients=errors, rounding=explained, cause=cause)
 
 
 _NO_FLOAT64 = "eager PyTorch cannot make this step in float64, so fxpipe cannot distinguish rounding from a fault"
 _IN_FLOAT64_TOO = "in float64, where nothing is rounded, {} differs by {:.1e} as well: this is not rounding"
+_NO_VALUE = (
+    "in float64 {} differs by {:.1e} as well, and eager PyTorch's own step is another one there: the step may be only "
+    "rounding, as where it divides by weights that add up to 0, or have a fault"
+)
 _OTHER_DRAWS = "eager PyTorch's step in float64 is another one, so fxpipe cannot distinguish rounding from a fault"
 _ROUGHER = (
     f"in float64 both are equal, but the stages' values are rounded more than {SLACK} times as roughly as eager's"
@@ -139,22 +138,15 @@ def in_float64(
 
 
 def _comparable(eager: Step, true: Step) -> bool:
+    """Whether both have the same gradients, and these and their differences are finite."""
     if eager.gradients.keys() != true.gradients.keys():
         return False
-    return all(math.isfinite(_distance(g, true.gradients[n])) for n, g in eager.gradients.items())
+    return all(math.isfinite(distance(g, true.gradients[n])) for n, g in eager.gradients.items())
 
 
 def _is_the_same_step(eager: Step, true: Step) -> bool:
-    """Whether two steps are equal except for float32's rounding."""
-    if _distance(eager.loss, true.loss) > ALIKE * max(_norm(true.loss), 1e-6):
+    """Whether two steps are equal except for rounding. If not, float64 computes another step, such as one with other
+    random numbers, and says nothing about rounding."""
+    if not _comparable(eager, true) or not relative_error(eager.loss, true.loss, 1e-6) <= AMPLIFIED:
         return False
-    off = math.hypot(*(_distance(g, true.gradients[n]) for n, g in eager.gradients.items()))
-    return off <= ALIKE * math.hypot(*(_norm(g) for g in true.gradients.values()))  # False where one is NaN
-
-
-def _norm(value: Tensor) -> float:
-    return value.detach().double().norm().item()
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return math.inf if one.shape != other.shape else _norm(one.detach().double() - other.detach().double())
+    return error_of_all(eager.gradients, true.gradients) <= AMPLIFIED

@@ -9,23 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
-from fxpipe.lowering.agreement import Step, compare, metric_errors
-from fxpipe.lowering.compare_with_eager import run_eagerly
+from fxpipe.lowering.agreement import Step, agreement_of, metric_errors
+from fxpipe.lowering.eager_step import EagerStep
 from fxpipe.lowering.first_of_each import first_of_each
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import PadSpec
-from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS
+from fxpipe.stages.compare import AMPLIFIED, FLOOR_OF_SUMS, tolerance
 from fxpipe.task.batch import Batch, is_named
 from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.loss_weights import weight_of
 from fxpipe.task.meta import are_on_meta
-from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.eval_mode import eval_mode
-
-ROUGH = 1e-2
-"""The relative difference that counts as rounding for numbers narrower than float32; else `EXACT`. Padding that a model
-does not mask changes more."""
 
 
 def padding_doubts(
@@ -61,28 +56,19 @@ def _of_step(
     device = next((p.device.type for p in model.parameters()), "cpu")
     parameters = [((name,), p.requires_grad) for name, p in model.named_parameters()]
 
-    def step(one: Batch) -> Step:
-        return run_eagerly(
-            model,
-            loss,
-            [one.given],
-            parameters=parameters,
-            context=lambda: autocasting(device, options.autocast),
-            params=options.params,
-        )
-
+    step = EagerStep(model, loss, parameters, device=device, autocast=options.autocast, params=options.params)
     place = f"of a batch of {batch}"
     steady = SteadyRandomness()
     with steady:
+        own = None
         try:
-            own = step(batch)
+            own = step([batch])
+            made = step([after])
         except FxpipeError as error:
+            if own is not None and isinstance(error, CaptureError):
+                raise _needs_more(error, batch, after, padding) from error
             yield f"whether padding changes the loss was not compared {place}: {error.what}"
             return
-        try:
-            made = step(after)
-        except CaptureError as error:
-            raise _needs_more(error, batch, after, padding) from error
     if (hook := options.loss_weight) is not None:
         weight, padded = (weight_of(hook, one.given) for one in (batch, after))
         if weight != padded:
@@ -94,7 +80,10 @@ def _of_step(
         drawn = ", ".join(sorted(steady.unknown))
         yield f"whether padding changes the loss was not compared: {drawn} cannot draw the same numbers for both"
         return
-    agreement, limit = compare(made, own, FLOOR_OF_SUMS), _limit(model.parameters(), options.autocast or options.params)
+    agreement, limit = (
+        agreement_of(made, own, FLOOR_OF_SUMS),
+        _limit(model.parameters(), options.autocast or options.params),
+    )
     name, error_of_gradient = agreement.worst_gradient
     if not agreement.loss <= limit:
         yield (
@@ -146,7 +135,7 @@ def evaluation_doubts(
 
     def evaluated(batch: Batch) -> Step:
         with eval_mode(model), torch.enable_grad():
-            return run_eagerly(model, measured, [batch.given], params=params)
+            return EagerStep(model, measured, params=params)([batch])
 
     doubts: list[str] = []
     for batch in batches:
@@ -176,8 +165,8 @@ def _metrics(what: str, own: Step, made: Step, limit: float, place: str) -> Iter
 
 
 def _limit(parameters: Iterable[Tensor], computed: str | None) -> float:
-    narrow = computed is not None or any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
-    return ROUGH if narrow else EXACT
+    """The relative difference that counts as rounding: padding that a model does not mask changes more, in 16 bits."""
+    return min(AMPLIFIED, tolerance((p.dtype for p in parameters), computed))
 
 
 def _told(doubts: Iterable[str]) -> tuple[str, ...]:

@@ -13,26 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.costs.step_work import step_work
-from fxpipe.errors import BatchError, CutError
+from fxpipe.errors import BatchError, CutError, FxpipeError
 from fxpipe.ir.program import Program, info
-from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.lowering.choose_codecs import like
 from fxpipe.lowering.evaluation import with_readers, with_totals
 from fxpipe.lowering.first_of_each import check_number, fits
+from fxpipe.lowering.lowering import Lowering
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.passes import emitting_passes, front_passes, wiring_passes
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
-from fxpipe.plan.spec import FUNCTIONS, Plan, StepSpec
+from fxpipe.plan.spec import FUNCTIONS, Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
 from fxpipe.schedule.graph import graph_of_edges
@@ -49,12 +48,20 @@ class CapturedShape:
     """The captured step for batches of one further shape, and the pass that makes its loss the whole batch's.
 
     Attributes:
-        left_out: if the step cannot be cut, the warning to give instead of an error.
+        last: the smaller last batch of an epoch, whose step is left out where it cannot be cut; None for others.
     """
 
     program: Program
     whole_loss: WholeLoss | None
-    left_out: str | None = None
+    last: Batch | None = None
+
+
+def left_out(last: Batch, error: FxpipeError, cure: str = "give the DataLoader drop_last=True") -> str:
+    """The warning that the smaller last batch of an epoch has no stages."""
+    return (
+        f"the last batch of an epoch will be smaller ({last}), and its step cannot be compiled: {error.what}; a run "
+        f"ends there: {cure}"
+    )
 
 
 def further_shapes(program: Program, microbatches: int, batches: Iterable[Batch]) -> list[Batch]:
@@ -130,21 +137,16 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     Raises:
         CutError: its step cannot be cut so that every worker keeps the parameters and buffers that it has.
     """
-    plan, number, lines = build.plan, len(build.plan.shapes) + 1, PassLines()
-    whole_loss = captured.whole_loss or options.whole_loss()
-    asked = whole_loss, bool(captured.program.metrics()), captured.program.scales_loss
-    front = front_passes(options.splits_backward, *asked)
-    program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
-    work = step_work(program)
-    program = name_constants(program, f"shape.{number}", build.tensors)
-    cuts, again = cuts_like(plan, program), again_like(plan, program)
+    plan, number = build.plan, len(build.plan.steps)
+    program = name_constants(captured.program, f"shape.{number}", build.tensors)
+    step = Lowering(program, options, number, f"shape_{number}_")
+    step = step.front(captured.whole_loss or options.whole_loss(), options.splits_backward)
+    step = step.through([Cost(device=CPU)])
+    work, again = step_work(step.program), again_like(plan, step.program)
     recompute = Recompute(known=again) if any(again) else None
-    along = graph_of_edges(plan.edges, plan.workers)
-    wiring = wiring_passes(cuts, options.weights_apart, number, recompute, along)
-    program = run_passes(program, wiring, [lines], dumped_as=f"shape_{number}_")
-    codecs = like(plan)(program.edges)
-    emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number, Reduce.like(plan))
-    program = run_passes(program, emitting, [lines], dumped_as=f"shape_{number}_")
+    step = step.wired(cuts_like(plan, step.program), recompute, graph_of_edges(plan.edges, plan.workers))
+    step = step.emitted(Encode(like(plan)(step.program.edges)), Reduce.like(plan))
+    program = step.program
     made = make_plan(program, options.setting(program.device))
     if made.metrics != plan.metrics:
         raise BatchError(
@@ -153,30 +155,16 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
             hint="return the same metrics, in the same order, for every batch",
         )
     _check_alike(plan, made, number)
-    one = dataclasses.replace(plan, totals=None, evaluations=(), shapes=())
-    alone = dataclasses.replace(build, plan=one)
+    alone = dataclasses.replace(build, plan=dataclasses.replace(plan, steps=made.steps).with_step(**work))
     if program.totals is not None:
-        alone = with_totals(alone, program.totals, options.command, shape=number)
-    spec = StepSpec(
-        batch=made.batch,
-        batch_spec=made.batch_spec,
-        units=made.units,
-        edges=made.edges,
-        stages=made.stages,
-        differs_from_whole=made.differs_from_whole,
-        whole_numbers=made.whole_numbers,
-        totals=alone.plan.totals,
-        **work,
-    )
+        alone = with_totals(alone, program.totals, options, shape=number)
     buffers = with_readers(alone.plan.buffers, made.buffers)
     values = {row.names[0]: part.values[row.node] for part in (program, program.totals) if part for row in part.buffers}
     more = {b.name for b in buffers} - {b.name for b in plan.buffers}
+    plan = dataclasses.replace(plan, buffers=buffers, steps=(*plan.steps, *alone.plan.steps)).watching(program.watched)
     return dataclasses.replace(
-        build,
-        plan=dataclasses.replace(plan, buffers=buffers, shapes=(*plan.shapes, spec)),
-        files={**alone.files, **program.files},
+        step.added_to(alone, plan, f"shape {number}"),
         tensors={**build.tensors, **{name: values[name].detach().clone() for name in sorted(more)}},
-        passes=(*build.passes, *(f"shape {number}: {line}" for line in lines.lines)),
         warnings=tuple(dict.fromkeys((*build.warnings, *(w for w in program.warnings if NO_GRADIENT not in w)))),
     )
 
@@ -192,9 +180,9 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
         CutError: there are no such cuts.
     """
     cuts = Cuts.of(plan)
-    if program.units == plan.units:
+    if program.units == plan.step.units:
         return cuts
-    places = _same_places(plan.units, program.units)
+    places = _same_places(plan.step.units, program.units)
     owners = {p.name: p.owner for p in plan.parameters}
     homes = {b.name: b.home for b in plan.buffers if b.home is not None}
     parameters = {p.node: p.names[0] for p in program.parameters}

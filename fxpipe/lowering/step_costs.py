@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.costs.node_costs import node_costs
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt
@@ -19,6 +21,7 @@ from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.model_file import default_optimizer
+from fxpipe.task.parameter_attributes import hang
 from fxpipe.threads import threads as worker_threads
 
 
@@ -85,8 +88,12 @@ def step_costs(program: Program, options: CompileOptions, shared: SharedCosts | 
         shared.yardstick = shared.yardstick or Yardstick.of(program, nodes.seconds)
     device = options.device or CPU
     if shared.optimizer is None:
-        make = options.optimizer or default_optimizer
-        with worker_threads(options.threads, 1):
+        hook = options.optimizer or default_optimizer
+
+        def make(named: Sequence[tuple[str, nn.Parameter]]) -> Any:
+            return hook([(name, hang(parameter, name, program.attributes)) for name, parameter in named])
+
+        with worker_threads(options.threads, 1), options.tried():
             found = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
         # a run's optimizer may have no momentum
         shared.optimizer = found if options.optimizer else replace(found, momentum=False)

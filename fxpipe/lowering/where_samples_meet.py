@@ -11,32 +11,33 @@ compared, call by call. A value that is not proved to be rows, a sum or a mean, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.program import Program, info
-from fxpipe.lowering.agreement import relative_error
+from fxpipe.ir.transform import run_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
-from fxpipe.passes.analysis.whole_call import partners
 from fxpipe.passes.fold import Fold
-from fxpipe.stages.compare import wide_dtype
+from fxpipe.passes.next_to import NextTo, partners
+from fxpipe.stages.compare import relative_error, wide_dtype
+from fxpipe.task.batch import Batch, as_scalar
 
-Fed = Mapping[str, Tensor]
 
-
-def where_samples_meet(program: Program, whole: Program, parts: Sequence[Fed], batch: Fed, far: float) -> str | None:
+def where_samples_meet(
+    program: Program, whole: Program, parts: Sequence[Batch], batch: Batch, far: float
+) -> str | None:
     """The reason, in words; None if every value agrees with the microbatches'.
 
     Args:
-        program: captured on a microbatch; `next_to` has put it next to `whole`, the step on the whole batch.
-        parts, batch: the inputs of the two, by placeholder.
+        program: captured on a microbatch, and `whole` on the whole batch.
+        parts, batch: the microbatches, and the batch that they are of.
         far: the largest relative difference of values that count as equal.
     """
-    folded = Fold()(program)
+    folded = run_passes(program, [NextTo(), Fold()])
     found = microbatches_of(folded)
     named = partners(program, whole)
     lost = {node.name for node, known in found.known.items() if isinstance(known, Lost) and node.name in named}
@@ -60,13 +61,17 @@ class _Forward(fx.Interpreter):
         self._program, self._names = program, names
         self._kept: dict[str, Any] = {}
 
-    def values(self, fed: Fed) -> dict[str, Any]:
+    def values(self, batch: Batch) -> dict[str, Any]:
         """By name, for one batch."""
         self._kept = {}
-        feed = {**self._program.values, **fed}
+        leaves = [(i, leaf.node) for i, leaf in enumerate(self._program.batch) if leaf.node]
+        feed = {**self._program.values, **{node: self._copied(batch.values[i]) for i, node in leaves}}
         with torch.no_grad():
             self.run(*(feed[name] for name in self._program.placeholders))
         return self._kept
+
+    def _copied(self, leaf: Any) -> Tensor:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else as_scalar(leaf, self._program.device)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and info(n).phase != "F":
@@ -85,7 +90,7 @@ def _seen(whole: Any, parts: Sequence[Any], far: float) -> Known | None:
         return None
 
     def same(made: Tensor) -> bool:
-        return relative_error(made, whole, 0.0) <= far
+        return relative_error(made, whole) <= far
 
     first = parts[0]
     for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=True)):

@@ -35,12 +35,13 @@ from fxpipe.runtime.process.device import common_backend, own_device, reuse_free
 from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.addresses import Way
+from fxpipe.runtime.wires.board import FolderBoard
 from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.doors import prepare_meeting
+from fxpipe.runtime.wires.environment import widen_queues
 from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.wires.processes import ProcessWires
-from fxpipe.runtime.wires.run_folder import RunFolder
 from fxpipe.typed_json import read
 
 Transport = Literal[
@@ -72,8 +73,8 @@ ALL = 8
 PATIENCE = timedelta(minutes=10)
 """How long a process waits for another."""
 
-SAID = "said"
-"""The text in the folder of `measure_links` that says how many pairs are measured."""
+SAID, REPORT = "said", "report"
+"""The keys of how many pairs are measured, and of the `LinkReport`, on the board of `measure_links`."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,12 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
         tempfile.TemporaryDirectory(prefix="fxpipe_links_", ignore_cleanup_errors=True) as folder,
         Guardian(Path(folder)) as guardian,
     ):
-        exchange = Path(folder)
-        prepare_meeting(exchange)
+        board = FolderBoard(folder)
+        prepare_meeting(board)
         command = [sys.executable, "-P", "-m", "fxpipe.measure.links", folder, str(total)]
         processes: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = [None]
-        said, progress = "", RunFolder(exchange)
+        said = ""
         try:
             for rank in range(workers):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
@@ -174,40 +175,41 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
             while None in codes and not any(codes):
                 time.sleep(0.05)
                 codes = [process.poll() for process in processes]
-                before, said = said, progress.read(SAID) or ""
+                before, said = said, board.get(SAID) or ""
                 if said != before:
                     say(said)
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:  # after all kills: none has time to miss another
                 process.wait()
         if failed := {rank: code for rank, code in enumerate(codes) if code}:
-            raise first_cause(exchange, failed, [Signs.of(no_numbers())] * workers)
+            raise first_cause(board, failed, [Signs.of(no_numbers())] * workers)
         hint = "the machine may be out of disk space: try again"
-        return read(exchange / "report", LinkReport, error=RunError, hint=hint)
+        return read(board.get(REPORT) or "", LinkReport, error=RunError, hint=hint, where=folder)
 
 
 def main(folder: Path, total: int) -> None:
     """One of the processes of `measure_links`; the first writes what all have measured."""
     only_here()
-    rank = int(os.environ["RANK"])
+    rank, board = int(os.environ["RANK"]), FolderBoard(folder)
 
     def say(text: str) -> None:
         if rank == 0:
-            RunFolder(folder).write(SAID, text)
+            board.set(SAID, text, patient=False)
 
     try:
-        report = measure_group(total, say, folder)
+        report = measure_group(total, say, board)
         if rank == 0:
-            (folder / "report").write_text(json.dumps(dataclasses.asdict(report)))
+            board.set(REPORT, json.dumps(dataclasses.asdict(report)), patient=False)
     except BaseException as error:
-        leave_error(folder, rank, error)
+        leave_error(board, rank, error)
         end_process(1)
     end_process(0)
 
 
 def measure_group(
-    total: int = TOTAL, say: Callable[[str], None] = lambda text: None, exchange: Path | None = None
+    total: int = TOTAL, say: Callable[[str], None] = lambda text: None, board: FolderBoard | None = None
 ) -> LinkReport:
     """Latency, bandwidth and processor time between the processes of the group that the environment describes.
 
@@ -217,7 +219,7 @@ def measure_group(
     Args:
         total: bytes that each pair sends for each size.
         say: is called with how many pairs are measured.
-        exchange: the folder through which processes of one machine connect (see `open_group`).
+        board: through whose folder processes of one machine connect (see `open_group`).
 
     Raises:
         RunError: there is only one process, or torchrun started none.
@@ -228,15 +230,16 @@ def measure_group(
         raise RunError("a link needs at least two processes", hint="torchrun --nproc-per-node 2 …, or --nnodes 2")
     rank, workers = place
     reuse_freed_memory()
+    widen_queues()
     torch.set_num_threads(1)
-    open_group(rank, workers, PATIENCE, None if exchange is None else str(exchange))
+    open_group(rank, workers, PATIENCE, board)
     try:
-        device = own_device("cuda" if all(gathered(torch.cuda.is_available(), rank, workers)) else "cpu")
-        backend = common_backend(device, rank, workers)
+        device = own_device("cuda" if all(gathered(torch.cuda.is_available())) else "cpu")
+        backend = common_backend(device)
         pairs = pairs_of_group(workers)
         wires = ProcessWires(rank, backend, [("link", *pair) for pair in permutations(range(workers), 2)], device)
         rows = []
-        with peers(rank):
+        with peers():
             for row in _measured(wires, workers, pairs, total):
                 rows.append(row)
                 say(f"measured {len(rows)} of {len(pairs)} pairs")
@@ -245,7 +248,7 @@ def measure_group(
         raise
     close_group()
     transport = cast("Transport", "gloo-cuda" if wires.staged and wires.name == "gloo" else wires.name)
-    return LinkReport(transport, workers, tuple(rows), exchange is not None, tuple(wires.carriers))
+    return LinkReport(transport, workers, tuple(rows), board is not None, tuple(wires.carriers))
 
 
 def pairs_of_group(workers: int) -> list[tuple[int, int]]:

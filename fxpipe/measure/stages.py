@@ -28,6 +28,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.collective import LoneCollective
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
@@ -39,7 +40,7 @@ from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.threads import threads as worker_threads
 
 if TYPE_CHECKING:
-    from fxpipe.build.build import Build
+    from fxpipe.builds.build import Build
 
 BUDGET = 1.0
 """Seconds to measure all workers together, after each one's minimum: see `_Worker.measure`."""
@@ -91,7 +92,7 @@ def measure_stages(
             folder = Path(temporary) / "build"
             build.save(folder)
         weights = {name: build.tensors[row.name] for row in plan.tensors for name in row.names}
-        batch_leaves = dict(zip([leaf.name for leaf in plan.batch], leaves[0], strict=True))
+        batch_leaves = dict(zip([leaf.name for leaf in plan.step.batch], leaves[0], strict=True))
         calls = record_calls(plan, load_stages(plan, folder), build.tensors, batch_leaves)
         values = {name: value for call in calls.values() for name, value in call.received.items()}
         del calls
@@ -178,7 +179,8 @@ class _Worker:
         self.now = clock_of(device.type)
         alone = LoneCollective(plan.replicas_of(rank)) if plan.replicas_of(rank) > 1 else None
         task, options = Task(Hooks(optimizer=still)), PipelineOptions()
-        self.executor = open_worker(plan, folder, rank, recipe, transport, task, options, device, collective=alone)
+        setting = WorkerSetting(plan, rank, recipe, task, options, device, alone)
+        self.executor = open_worker(setting, folder, transport)
 
     def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:
         """Run its schedule, without microbatches that others represent, until enough is measured.

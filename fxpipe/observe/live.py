@@ -1,12 +1,12 @@
-"""What the workers are doing right now, for the display on worker 0."""
+"""What the workers are doing right now, for the display and the loggers of worker 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
-from fxpipe.observe.pulse import Status
+from fxpipe.observe.pulse import PERIOD, Status
 
 
 class WorkerState(NamedTuple):
@@ -18,39 +18,37 @@ class WorkerState(NamedTuple):
     in_flight: int
 
 
-@dataclass(frozen=True)
-class Board:
-    """Knows what the workers are doing.
+class Live:
+    """Reads what the workers have done since the beginning, and turns it into shares of the time since it last did.
 
-    Attributes:
-        read: by rank; empty if nothing is known.
+    Args:
+        read: their sums, by rank; empty if nothing is known.
         noun: what it has numbers of: `worker`, or `rank` where processes have several.
+        period: seconds for which an answer lasts.
     """
 
-    read: Callable[[], list[Status]]
-    noun: str = "worker"
-
-
-class Looker:
-    """Reads a board: turns its sums since the beginning into shares of the time since it was last read."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self.noun = board.noun
+    def __init__(self, read: Callable[[], list[Status]], noun: str = "worker", period: float = PERIOD) -> None:
+        self.noun = noun
+        self._read, self._period, self._last = read, period, 0.0
         self._before: list[Status] = []
         self._states: list[WorkerState] = []
 
     def look(self) -> list[WorkerState]:
         """By rank; empty if nothing is known."""
-        found = self._board.read()
-        if len(self._before) != len(found):
-            self._before = [Status(0, 0, 0, 0)] * len(found)
-            self._states = [WorkerState(0.0, 0.0, 0)] * len(found)
-        for worker, (before, status) in enumerate(zip(self._before, found, strict=True)):
+        now = perf_counter()
+        if now - self._last >= self._period:
+            self._last = now
+            self._compare(self._read())
+        return list(self._states) if any(status.now for status in self._before) else []
+
+    def _compare(self, statuses: list[Status]) -> None:
+        if len(self._before) != len(statuses):
+            self._before = [Status(0, 0, 0, 0)] * len(statuses)
+            self._states = [WorkerState(0.0, 0.0, 0)] * len(statuses)
+        for worker, (before, status) in enumerate(zip(self._before, statuses, strict=True)):
             passed = status.now - before.now
             if passed <= 0:  # it has not reported since
                 continue
             busy, waiting = (max(b - a, 0) / passed for a, b in zip(before[1:3], status[1:3], strict=True))
             self._states[worker] = WorkerState(min(busy, 1.0), min(waiting, 1.0), status.in_flight)
             self._before[worker] = status
-        return list(self._states) if any(status.now for status in self._before) else []

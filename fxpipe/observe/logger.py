@@ -69,11 +69,6 @@ class Logger(ABC):
     def close(self) -> None:  # noqa: B027 (a logger may have nothing to close)
         """The run ends."""
 
-    @property
-    def problems(self) -> list[dict[str, Any]]:
-        """What could not be written at first, or never: `{"file", "late", "lost"}` each."""
-        return []
-
 
 _Kind = TypeVar("_Kind", bound=type[Logger])
 _OWN = {"tensorboard": "TensorboardLog", "wandb": "WandbLog", "mlflow": "MlflowLog"}
@@ -159,7 +154,6 @@ class Loggers:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        """See `Logger.problems`."""
+        """How often each got no numbers, if any: `{"file", "lost"}`."""
         pairs = zip(self._loggers, self._lost, strict=True)
-        lost = [{"file": logger.name, "late": 0, "lost": count} for logger, count in pairs if count]
-        return [*(problem for logger in self._loggers for problem in logger.problems), *lost]
+        return [{"file": logger.name, "lost": count} for logger, count in pairs if count]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from fxpipe.messages import plain
-from fxpipe.observe.live import Board, Looker, WorkerState
-from fxpipe.observe.pulse import PERIOD
+from fxpipe.observe.live import Live, WorkerState
 from fxpipe.observe.rates import rates_text
 from fxpipe.observe.starting import PAUSE
 from fxpipe.task.metrics import NO_METRICS
@@ -27,14 +25,17 @@ SHOWN = 16
 """How many workers have their own line; if there are more, those that wait most."""
 
 
+STEPS = "steps_per_second"
+
+
 class Progress(Protocol):
     """Is called after every step; `close` ends the display."""
 
     def starting(self, text: Callable[[], str]) -> None:
         """Until the first step is over, `text` says what is being done."""
 
-    def watch(self, board: Board) -> None:
-        """Training begins; `board` knows what the workers are doing."""
+    def watch(self, workers: Live) -> None:
+        """Training begins; `workers` knows what they are doing."""
 
     def __call__(
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float]
@@ -63,31 +64,60 @@ class BarProgress:
     """A line with a bar, the loss, samples/s and the time left; below it, a line for every worker."""
 
     def __init__(self) -> None:
-        self._rates = _SmoothedRates()
-        self._states = _States()
-        self._bar = _bar(self._states)
+        self._rates = _Smoothed()
+        self._workers: Live | None = None
+        self._starting: Callable[[], str] | None = None
+        self._bar = self._new_bar()
         self._task = self._bar.add_task("", total=None, text="starting")
         self._bar.start()
 
     def starting(self, text: Callable[[], str]) -> None:
-        self._states.starting = text
+        self._starting = text
 
-    def watch(self, board: Board) -> None:
-        self._states.looker = Looker(board)
+    def watch(self, workers: Live) -> None:
+        self._workers = workers
 
     def __call__(
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
         rates = self._rates(rates)
-        self._states.starting = None
+        self._starting = None
         self._bar.update(self._task, completed=step, total=total, text=_text(loss, rates, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
         self._bar.console.print(_evaluated(step, metrics, remark), highlight=False, markup=False)
 
     def close(self) -> None:
-        self._states.looker = self._states.starting = None
+        self._workers = self._starting = None
         self._bar.stop()
+
+    def _new_bar(self) -> Bar:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as TimeLeft
+
+        display = self
+
+        class WithWorkers(Progress):
+            def get_renderables(self) -> Iterable[Any]:
+                if (starting := display._starting) is not None:
+                    for task in self.tasks:
+                        task.fields["text"] = starting()
+                yield self.make_tasks_table(self.tasks)
+                if (workers := display._workers) is not None and (states := workers.look()):
+                    yield _table(states, workers.noun)
+
+        return WithWorkers(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeLeft(),
+            console=Console(stderr=True),
+            refresh_per_second=4,
+        )
 
 
 class LineProgress:
@@ -97,10 +127,9 @@ class LineProgress:
         self._stream = stream or sys.stderr
         self._pause = pause
         self._last = 0.0
-        self._rates = _SmoothedRates()
-        self._steps = _Smoothed()
+        self._rates = _Smoothed()
         self._before: float | None = None
-        self._states = _States()
+        self._workers: Live | None = None
         self._began = threading.Event()
 
     def starting(self, text: Callable[[], str]) -> None:
@@ -114,22 +143,21 @@ class LineProgress:
                 self._stream.write(f"{text()} ({perf_counter() - begin:.0f} s)\n")
                 self._stream.flush()
 
-    def watch(self, board: Board) -> None:
-        self._states.looker = Looker(board)
+    def watch(self, workers: Live) -> None:
+        self._workers = workers
         self._before = perf_counter()
 
     def __call__(
         self, step: int, total: int, loss: float, rates: Mapping[str, float], metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
-        rates = self._rates(rates)
         self._began.set()
         now = perf_counter()
-        steps = None if self._before is None else self._steps(1 / max(now - self._before, 1e-9))
+        rates = self._rates(rates if self._before is None else {**rates, STEPS: 1 / max(now - self._before, 1e-9)})
         self._before = now
         if now - self._last < self._pause and step < total:
             return
         self._last = now
-        left = "" if steps is None or step >= total else f"  {_clock((total - step) / steps)} left"
+        left = "" if STEPS not in rates or step >= total else f"  {_clock((total - step) / rates[STEPS])} left"
         self._stream.write(f"step {step}/{total}  {_text(loss, rates, metrics)}{left}{self._busy()}\n")
         self._stream.flush()
 
@@ -141,56 +169,12 @@ class LineProgress:
         self._began.set()
 
     def _busy(self) -> str:
-        shares = [100 * state.busy for state in self._states.now()]
+        shares = [100 * state.busy for state in self._workers.look()] if self._workers is not None else []
         if not any(shares):
             return ""
         if len(shares) > SHOWN:
             return f"  busy {min(shares):.0f} to {max(shares):.0f} %"
         return f"  busy {' '.join(f'{share:.0f}' for share in shares)} %"
-
-
-class _States:
-    """What the board says, read at most once a second."""
-
-    def __init__(self) -> None:
-        self.looker: Looker | None = None
-        self.starting: Callable[[], str] | None = None
-        self._asked = 0.0
-        self._found: list[WorkerState] = []
-
-    def now(self) -> list[WorkerState]:
-        now = perf_counter()
-        if self.looker is not None and now - self._asked >= PERIOD:
-            self._asked = now
-            self._found = self.looker.look()
-        return self._found
-
-
-def _bar(states: _States) -> Bar:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    class WithWorkers(Progress):
-        def get_renderables(self) -> Iterable[Any]:
-            if states.starting is not None:
-                for task in self.tasks:
-                    task.fields["text"] = states.starting()
-            yield self.make_tasks_table(self.tasks)
-            if found := states.now():
-                yield _table(found, states.looker.noun if states.looker else "worker")
-
-    return WithWorkers(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeLeft(),
-        console=Console(stderr=True),
-        refresh_per_second=4,
-    )
 
 
 def _table(states: Sequence[WorkerState], noun: str) -> Any:
@@ -233,23 +217,13 @@ def _clock(seconds: float) -> str:
 
 
 class _Smoothed:
-    """A running harmonic mean, which suits rates, of about the last twenty values."""
+    """Running harmonic means, which suit rates, of about the last twenty values, by name."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._weight = 0.0
-
-    def __call__(self, rate: float) -> float:
-        self._seconds = 0.95 * self._seconds + 0.05 / max(rate, 1e-9)
-        self._weight = 0.95 * self._weight + 0.05
-        return self._weight / self._seconds
-
-
-class _SmoothedRates:
-    """Rates, each smoothed, by name."""
-
-    def __init__(self) -> None:
-        self._of: defaultdict[str, _Smoothed] = defaultdict(_Smoothed)
+        self._sums: dict[str, tuple[float, float]] = {}
 
     def __call__(self, rates: Mapping[str, float]) -> dict[str, float]:
-        return {name: self._of[name](rate) for name, rate in rates.items()}
+        for name, rate in rates.items():
+            seconds, weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = 0.95 * seconds + 0.05 / max(rate, 1e-9), 0.95 * weight + 0.05
+        return {name: self._sums[name][1] / self._sums[name][0] for name in rates}

@@ -8,10 +8,12 @@ is stopped looks different from one that waits. Imports no torch: the pulse begi
 
 from __future__ import annotations
 
+import json
 import mmap
 import threading
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -21,8 +23,21 @@ Phase = Literal[
     "starting", "importing", "loading", "training", "evaluating", "compiling a shape", "writing results", "done"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-WHATS = ("input", "activation", "saved", "gradient", "token", "weights", "up", "down", "loss", "sent", "sum")
-"""What a worker may wait for: see `fxpipe.observe.watch.Cause`; last, that what it sent is received."""
+
+CAUSES = {
+    "input": "an input",
+    "activation": "an activation",
+    "saved": "a value that its forward has saved",
+    "gradient": "a gradient",
+    "token": "its turn",
+    "weights": "weights",
+    "up": "the note up (the norms of gradients, or whether they overflowed)",
+    "down": "the note down (the norm of all gradients, or whether they overflowed)",
+    "loss": "the loss",
+    "sent": "that it takes what was sent",
+    "sum": "the sum over its replicas",
+}
+"""All that a worker may wait for (see `fxpipe.observe.watch.Cause`), in words."""
 
 PULSES = "pulses"
 """The file in the folder of a run on one machine."""
@@ -78,7 +93,7 @@ class Signs(NamedTuple):
             numbers[_BEAT],
             Status(*numbers[_STATUS]),
             None if doing == _NOTHING else KINDS[doing],
-            None if what == _NOTHING else WHATS[what],
+            None if what == _NOTHING else list(CAUSES)[what],
             numbers[_OTHER],
         )
 
@@ -113,19 +128,12 @@ class PulseFile:
         return [Signs.of(self.numbers(worker)) for worker in range(self._workers)]
 
 
-class StorePulses:
-    """The numbers of all workers in the process group's store."""
+class PostedPulses:
+    """The numbers of all workers as texts on a board (`fxpipe.runtime.wires.board`)."""
 
-    def __init__(self, store: Any, workers: int) -> None:
-        self._store = store
-        self._keys = [f"fxpipe/pulse/{worker}" for worker in range(workers)]
-
-    def first_to_end(self) -> bool:
-        """Say that this process ends before its work is done; return whether no other has said so before."""
-        try:
-            return bool(self._store.add("fxpipe/ended", 1) == 1)
-        except RuntimeError:  # the store ends with the process that holds it
-            return False
+    def __init__(self, board: Any, workers: int) -> None:
+        self._board = board
+        self._keys = [f"pulse/{worker}" for worker in range(workers)]
 
     def put(self, worker: int, numbers: MutableSequence[int]) -> None:
         """Replace a worker's numbers.
@@ -133,20 +141,16 @@ class StorePulses:
         Raises:
             RuntimeError: the store is gone.
         """
-        self._store.set(self._keys[worker], bytes(array("q", numbers)))
+        self._board.set(self._keys[worker], json.dumps(list(numbers)))
 
     def read(self) -> list[Signs]:
         """By rank; empty if the store is gone or a worker has not put any numbers yet."""
-        try:
-            if not self._store.check(self._keys):
-                return []
-            found = self._store.multi_get(self._keys)
-        except RuntimeError:  # the store ends with the process that holds it
-            return []
-        return [Signs.of(array("q", text)) for text in found]
+        with suppress(RuntimeError):  # the store ends with the process that holds it
+            return [Signs.of(json.loads(text)) for text in self._board.all(self._keys) or ()]
+        return []
 
 
-Pulses = PulseFile | StorePulses
+Pulses = PulseFile | PostedPulses
 """Where the pulses of all workers can be read, by rank."""
 
 
@@ -187,11 +191,6 @@ class Pulse:
         self.numbers[_PHASE] = PHASES.index(phase)
         self.move()
 
-    @property
-    def begun(self) -> bool:
-        """Whether it has begun a step."""
-        return self.numbers[STEP] > 0
-
     def move(self) -> None:
         """The worker makes progress."""
         self.numbers[MOVES] += 1
@@ -228,23 +227,18 @@ class Pulse:
         for place, value in zip(range(_STATUS.start, _STATUS.stop), self._status(), strict=True):
             numbers[place] = value
         every = (*self._watches, *self._others)
-        doing = next((found for watch in reversed(every) if (found := watch.doing) is not None), None)
-        kind, cause = (None, None) if doing is None else doing
+        kind, cause = next((doing for watch in reversed(every) if (doing := watch.doing) is not None), (None, None))
         numbers[_DOING] = _NOTHING if kind is None else KINDS.index(kind)
-        numbers[_WHAT] = _NOTHING if cause is None else WHATS.index(cause.what)
+        numbers[_WHAT] = _NOTHING if cause is None else list(CAUSES).index(cause.what)
         numbers[_OTHER] = _NOTHING if cause is None else cause.worker
-        for call in self.after_beat:
+        for call in list(self.after_beat):
             call()
 
     def _status(self) -> Status:
-        found = [watch.status for watch in self._watches]
-        if not found:
-            return Status(0, 0, 0, 0)
-        return Status(found[0].now, *(sum(numbers) for numbers in list(zip(*found, strict=True))[1:]))
+        statuses = [watch.status for watch in self._watches] or [Status(0, 0, 0, 0)]
+        return Status(statuses[0].now, *map(sum, list(zip(*statuses, strict=True))[1:]))
 
     def _keep_beating(self) -> None:
-        while not self._over.wait(PERIOD):
-            try:
+        with suppress(RuntimeError):  # the store is gone
+            while not self._over.wait(PERIOD):
                 self.beat()
-            except RuntimeError:  # the store is gone
-                return

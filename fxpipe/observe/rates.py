@@ -53,7 +53,7 @@ NO_WORK = Work(0, 0, 0.0, 0.0)
 
 def samples_of(plan: Plan) -> int:
     """Samples in a minibatch: those of the first tensor that is cut, times the microbatches."""
-    sizes = [leaf.tensor.shape[leaf.dim] for leaf in plan.given if leaf.tensor is not None and leaf.dim is not None]
+    sizes = [leaf.tensor.shape[leaf.dim] for leaf in plan.step.given if leaf.tensor and leaf.dim is not None]
     return (sizes[0] if sizes else 1) * plan.microbatches
 
 
@@ -66,12 +66,12 @@ def work_of(plan: Plan, devices: Sequence[Device | None] = (None,)) -> Work:
     count = plan.microbatches
     peaks = [device for device in devices if device is not None]
     least = None
-    if plan.flops and len(peaks) == len(devices):
-        least = sum(f * count / sum(d.flops_of(dtype) for d in peaks) for dtype, f in plan.flops.items())
+    if plan.step.flops and len(peaks) == len(devices):
+        least = sum(f * count / sum(d.flops_of(dtype) for d in peaks) for dtype, f in plan.step.flops.items())
     return Work(
         samples_of(plan),
-        plan.tokens * count or None,
-        sum(plan.flops.values()) * count / len(devices) if plan.flops else None,
+        plan.step.tokens * count or None,
+        sum(plan.step.flops.values()) * count / len(devices) if plan.step.flops else None,
         least,
     )
 

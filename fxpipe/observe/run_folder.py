@@ -6,107 +6,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NotRequired, Required, TypedDict
+from typing import Any
+
+from msgspec.structs import fields
 
 from fxpipe.errors import RunError
+from fxpipe.observe.out_folder import METRICS
 from fxpipe.observe.rates import RATES
+from fxpipe.observe.run_json import EVALUATIONS, FORMAT, RUN, Evaluation, RunJson, add_evaluation
 from fxpipe.observe.trace.nesting import flatten
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.typed_json import Malformed, convert, finite, parse
-
-RUN, METRICS = "run.json", "metrics.jsonl"
-FORMAT = 1
 
 SPANS = 6000
 """The measured timeline is cut to its first minibatches, so that it has at most this many spans."""
 
 _METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
-
-_EVALUATIONS = {"eval", "averaged"}
-"""The keys of lines that do not belong to a step."""
-
-_WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
-
-
-class _WorkerJson(TypedDict, total=False):
-    worker: int
-    rank: Required[int]
-    busy: Required[float | None]
-    engines: list[str]
-    forward_ms: float | None
-    backward_ms: float | None
-    wait_ms: float | None
-    evaluate: float | None
-    seconds: float | None
-    spent: dict[str, float] | None
-    took: dict[str, float] | None
-    waits: list[_WaitJson]
-    fill: float | None
-    staleness: list[dict[str, float | None]]
-
-
-class _BuildJson(TypedDict, total=False):
-    folder: str | None
-    digest: str | None
-
-
-class _LossJson(TypedDict, total=False):
-    worker: int | None
-    share: float
-    text: Required[str]
-
-
-class _MoveJson(TypedDict, total=False):
-    step: int
-    because: str
-    speeds: list[float]
-    before: str
-    after: str
-    gain: float | None
-    seconds: float | None
-
-
-class _Evaluation(TypedDict):
-    step: int
-    metrics: dict[str, float | None]
-    averaged: NotRequired[dict[str, float | None]]
-
-
-class _LossScaling(TypedDict):
-    scale: float
-    skipped_steps: int
-
-
-class _Run(TypedDict, total=False):
-    """The values of `run.json` that code computes with; each may be null."""
-
-    build: _BuildJson
-    forecast: dict[str, Any]
-    workers: list[_WorkerJson]
-    time_losses: list[_LossJson]
-    moves: list[_MoveJson]
-    last_metrics: dict[str, float | None]
-    evaluation: dict[str, float | None]
-    evaluations: list[_Evaluation]
-    settings: dict[str, bool | int | float | str | None]
-    arguments: list[str]
-    schedule: str
-    policy: str
-    trace: str
-    steps: int
-    resumed_after: int
-    samples: int
-    microbatches: int
-    seconds: float
-    samples_per_second: float
-    tokens_per_second: float
-    tflops_per_device: float
-    mfu: float
-    peak: float
-    bubble: float
-    efficiency: float
-    threads: int
-    loss_scaling: _LossScaling
 
 
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
@@ -160,16 +75,25 @@ def _summary(folder: Path, problems: list[str]) -> dict[str, Any]:
     if run.get("format") != FORMAT:
         found = str(run.get("format"))[:40]
         problems.append(f"{RUN} is of format {found}, this fxpipe reads {FORMAT}: parts may be missing")
-    for key in _Run.__annotations__.keys() & run.keys():
+    for field in fields(RunJson):
+        if (value := _without_nulls(run.get(field.name))) is None:
+            continue
         try:
-            if run[key] is not None:
-                convert({key: run[key]}, _Run, extra=True)
+            convert(value, field.type, extra=True)
         except Malformed as problem:
-            problems.append(f"{RUN}{problem.place}: {problem.what}: '{key}' is left out")
-            del run[key]
+            place = f"$.{field.name}{problem.place.removeprefix(', $')}"
+            problems.append(f"{RUN}, {place}: {problem.what}: '{field.name}' is left out")
+            del run[field.name]
     for row in run.get("workers") or ():
         row.setdefault("worker", row["rank"])  # an earlier fxpipe had one worker on each rank
     return run
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of `run.json` without the null that its numbers have if they were not finite."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[str]) -> None:
@@ -188,18 +112,13 @@ def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[
 
 def _metrics(
     folder: Path, run: dict[str, Any], problems: list[str]
-) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[Evaluation]]:
     """The steps by column, the metrics that their losses came with, and the evaluations between them."""
     columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
     named: dict[str, list[Any]] = {}
-    evaluations: list[dict[str, Any]] = []
+    evaluations: list[Evaluation] = []
     for row in _rows(folder / METRICS, problems):
-        if (kind := next((kind for kind in _EVALUATIONS if isinstance(row.get(kind), dict)), None)) is not None:
-            values = {name: _number(value) for name, value in row[kind].items()}
-            if kind == "eval":
-                evaluations.append({"step": row["step"], "metrics": values})
-            elif evaluations:
-                evaluations[-1]["averaged"] = values
+        if add_evaluation(row, evaluations, _number):
             continue
         for name, value in row["metrics"].items() if isinstance(row.get("metrics"), dict) else ():
             missing = len(columns["step"]) - len(named.setdefault(name, []))
@@ -226,7 +145,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
                 whole = line.endswith("\n")
                 row = _object(line)
                 if row is not None and _number(row.get("step")) is not None:
-                    shown += not _EVALUATIONS & row.keys()
+                    shown += row.keys().isdisjoint(EVALUATIONS)
                     yield row
                 elif line.strip():
                     wrong.append(number)

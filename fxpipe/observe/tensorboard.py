@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
-import socket
 import time
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
-from fxpipe.observe.appended_file import AppendedFile
 from fxpipe.observe.logger import LoggedRun, Logger
 
-_number = itertools.count()
+PAUSE = 1.0
+"""Seconds after which the writer's thread writes what it has got."""
+MOST = 1000
+"""Numbers that may wait for that thread; beyond that, training waits for it."""
 
 
 class TensorboardLog(Logger):
     """Writes one run into a folder, by default OUT/tensorboard, next to existing event files.
 
     TensorBoard's relative time counts from when this object was made. Of an earlier run that this one continues, it
-    forgets what came later. An event that cannot be written ends no run (see `AppendedFile`).
+    forgets what came later. A process that is killed loses the last `PAUSE` seconds.
 
     Raises:
         RunError: the package cannot be imported, or the folder cannot be written.
@@ -37,29 +34,18 @@ class TensorboardLog(Logger):
         super().__init__(where, run)
         self.check(where, None if run.out is None else str(run.out))
         try:
-            from tensorboard.compat.proto.event_pb2 import SessionLog
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            from torch.utils.tensorboard import summary
+            from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             hint = "pip install tensorboard"
             raise RunError(f"the package tensorboard cannot be imported: {error}", hint=hint) from error
         self._began = time.time()
-        self._step, self._seconds = run.continue_after or 0, 0.0
-        self._summary: Any = summary
-        self._buffer = BytesIO()
-        self._records = RecordWriter(self._buffer)
-        name = f"events.out.tfevents.{int(self._began):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}"
+        forgotten = None if run.continue_after is None else run.continue_after + 1
         folder = _folder(where, run.out)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = AppendedFile(folder / name)
+            self._writer = SummaryWriter(folder, purge_step=forgotten, max_queue=MOST, flush_secs=PAUSE)
         except OSError as error:
             hint = "choose another folder: --log tensorboard=DIR"
             raise RunError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
-        self._add(file_version="brain.Event:2")
-        if run.continue_after is not None:
-            self._step += 1  # TensorBoard forgets what it has read from this step on
-            self._add(session_log=SessionLog(status=SessionLog.START))
 
     @classmethod
     def check(cls, where: str | None, out: str | None) -> None:
@@ -69,25 +55,11 @@ class TensorboardLog(Logger):
         check_creatable(folder.resolve(), folder, "folder: --log tensorboard=DIR")
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        self._step, self._seconds = step, seconds
         for name, value in values.items():
-            self._add(summary=self._summary.scalar(name, float(value) if math.isfinite(value) else math.nan))
+            self._writer.add_scalar(name, value, step, walltime=self._began + seconds)
 
     def close(self) -> None:
-        self._file.close()
-
-    @property
-    def problems(self) -> list[dict[str, Any]]:
-        """See `AppendedFile.problems`."""
-        return self._file.problems
-
-    def _add(self, **what: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._records.write(Event(wall_time=self._began + self._seconds, step=self._step, **what).SerializeToString())
-        self._file.write(self._buffer.getvalue())
-        self._buffer.seek(0)
-        self._buffer.truncate()
+        self._writer.close()
 
 
 def _folder(where: str | None, out: str | Path | None) -> Path:

@@ -13,12 +13,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, MutableSequence
 from time import perf_counter_ns, thread_time_ns
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fxpipe.observe.pulse import MOVES, STEP, Status, no_numbers
 from fxpipe.observe.ranges import Ranges
+from fxpipe.observe.run_json import WaitJson
 from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
 from fxpipe.schedule.action import Action
 
@@ -82,7 +83,7 @@ class Watch:
         self._device = torch.device(device)
         self._clock: _CudaClock | None = None
         self._minibatch = self._microbatch = 0
-        self._open: list[_OpenSpan] = []  # as the code has it; `_stack` is what the device has reached
+        self._open: list[_OpenSpan] = []  # as the code has it; `_sums` has what the device has reached
         self.pulse: MutableSequence[int] = no_numbers()
         self.sends: Cause | None = None
         self.ranges: Ranges | None = None
@@ -94,13 +95,7 @@ class Watch:
         """Training begins now: all sums are 0."""
         if self._device.type == "cuda":
             self._clock = _CudaClock()
-        self._stack: list[tuple[_OpenSpan, int]] = []
-        self._since = 0  # what came before is already counted
-        self._own = [0] * (_SIZE * _SIZE)  # by whole and kind
-        self._closed = [0] * _SIZE
-        self._waits: dict[tuple[str, int], int] = {}
-        self._fill = 0
-        self._refilling = False
+        self._sums = _Sums()
         self.began = self.ended = perf_counter_ns()
         self._cpu_began = self._cpu_ended = thread_time_ns()
         if self._spans is not None:
@@ -155,11 +150,11 @@ class Watch:
         if self._clock is not None and not self._open:
             self._read()
         wholes = range(_SIZE) if within is None else (_NUMBER[within],)
-        return sum(self._own[whole * _SIZE + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
+        return sum(self._sums.own[whole * _SIZE + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
 
     def count(self, kind: Kind) -> int:
         """How many spans of a kind are closed."""
-        return self._closed[_NUMBER[kind]]
+        return self._sums.closed[_NUMBER[kind]]
 
     @property
     def elapsed(self) -> float:
@@ -188,14 +183,15 @@ class Watch:
         return {**found, "other": max(self.training - sum(found.values()), 0.0)}
 
     @property
-    def waits(self) -> list[dict[str, Any]]:
+    def waits(self) -> list[WaitJson]:
         """Seconds of waiting, by the value and the worker that was waited for."""
-        return [{"what": what, "from": worker, "seconds": t / 1e9} for (what, worker), t in sorted(self._waits.items())]
+        waits = sorted(self._sums.waits.items())
+        return [{"what": what, "from": worker, "seconds": t / 1e9} for (what, worker), t in waits]
 
     @property
     def fill(self) -> float:
         """The seconds of waiting before its first backward without a flush could run: the pipeline fills."""
-        return self._fill / 1e9
+        return self._sums.fill / 1e9
 
     @property
     def doing(self) -> tuple[Kind, Cause | None] | None:
@@ -207,10 +203,11 @@ class Watch:
     @property
     def status(self) -> Status:
         """The status now; open spans count up to now, or on CUDA up to what was read last."""
-        own = [sum(self._own[kind::_SIZE]) for kind in range(_SIZE)]
+        sums = self._sums
+        own = [sum(sums.own[kind::_SIZE]) for kind in range(_SIZE)]
         now = perf_counter_ns()
-        if self._clock is None and (stack := self._stack[-1:]):
-            own[stack[0][0].kind] += max(now - self._since, 0)
+        if self._clock is None and (stack := sums.stack[-1:]):
+            own[stack[0][0].kind] += max(now - sums.since, 0)
         waiting = own[_WAIT]
         busy = sum(own) - sum(own[_NUMBER[kind]] for kind in _IDLE)
         return Status(now - self.began, busy, waiting, self.count("F") - self.count("B"))
@@ -226,29 +223,55 @@ class Watch:
             self._apply(now, mark)
 
     def _apply(self, now: int, mark: _OpenSpan | None) -> None:
-        stack = self._stack
+        ended = self._sums.reach(now, mark, self.refills)
+        if ended is not None and self._spans is not None:
+            self._spans.add(*ended, now)
+
+
+class _Sums:
+    """What the device has reached, in nanoseconds.
+
+    Attributes:
+        stack: the open spans, with their beginnings; what came before `since` is already counted.
+        own: own times by whole and kind.
+        closed: how many spans of each kind are closed.
+        waits: by the value and the worker that was waited for.
+        fill: the waits before the first backward without a flush could run.
+        refilling: whether an evaluation got the workers out of step.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[_OpenSpan, int]] = []
+        self.since = self.fill = 0
+        self.own = [0] * (_SIZE * _SIZE)
+        self.closed = [0] * _SIZE
+        self.waits: dict[tuple[str, int], int] = {}
+        self.refilling = False
+
+    def reach(self, now: int, mark: _OpenSpan | None, refills: bool) -> tuple[_OpenSpan, int] | None:
+        """Reach the beginning of a span, or the end of the innermost one; returns that one and its beginning."""
+        stack = self.stack
         if stack:
             inner = stack[-1][0]
-            refills = self._refilling and inner.kind == _WAIT
-            self._own[_EVALUATE * (_SIZE + 1) if refills else inner.place] += now - self._since
-        self._since = now
+            evaluates = self.refilling and inner.kind == _WAIT
+            self.own[_EVALUATE * (_SIZE + 1) if evaluates else inner.place] += now - self.since
+        self.since = now
         if mark is not None:
             stack.append((mark, now))
-            return
-        mark, begin = stack.pop()
+            return None
+        mark, begin = ended = stack.pop()
         kind = mark.kind
         if kind == _EVALUATE:
-            self._refilling = self.refills
+            self.refilling = refills
         elif kind == _BACKWARD:
-            self._refilling = False
-        elif kind == _WAIT and mark.cause is not None and not self._refilling:
+            self.refilling = False
+        elif kind == _WAIT and mark.cause is not None and not self.refilling:
             key = (mark.cause.what, mark.cause.worker)
-            self._waits[key] = self._waits.get(key, 0) + now - begin
-            if not self._closed[_BACKWARD]:
-                self._fill += now - begin
-        self._closed[kind] += 1
-        if self._spans is not None:
-            self._spans.add(mark, begin, now)
+            self.waits[key] = self.waits.get(key, 0) + now - begin
+            if not self.closed[_BACKWARD]:
+                self.fill += now - begin
+        self.closed[kind] += 1
+        return ended
 
 
 class Spans:

@@ -52,13 +52,13 @@ class CheckedSession:
             ExportError: onnxruntime cannot run it, or an input is missing.
         """
         names = [value.name for value in self._session.get_outputs()]
-        asked = [value.name for value in self._session.get_inputs()]
-        missing = next((name for name in asked if name not in inputs), None)
+        input_names = [value.name for value in self._session.get_inputs()]
+        missing = next((name for name in input_names if name not in inputs), None)
         if missing is not None:
             raise ExportError(f"{self.path.name} needs {missing!r}, which is not an input of its stage")
         try:
-            given = {name: _to_ort(inputs[name]) for name in asked}
-            values = self._session.run_with_ort_values(names, given)
+            ort_inputs = {name: _to_ort(inputs[name]) for name in input_names}
+            values = self._session.run_with_ort_values(names, ort_inputs)
             return {name: _from_ort(value) for name, value in zip(names, values, strict=True)}
         except Exception as error:
             raise self._cannot(error) from error

@@ -87,7 +87,7 @@ def _to_onnx(
 ) -> onnx.ModelProto:
     _look_for_operators_again()
     with refused(program.graph):
-        made = torch.onnx.export(
+        exported = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=opset,
@@ -95,10 +95,10 @@ def _to_onnx(
             verbose=False,
             custom_translation_table={recurrent.LAYER: recurrent.translated},
         )
-        if made is not None:
-            optimizer.optimize(made.model, num_iterations=1)  # the second of torch's own two finds hardly anything more
-    assert made is not None
-    model = made.model
+        if exported is not None:
+            optimizer.optimize(exported.model, num_iterations=1)  # torch's own second finds hardly anything more
+    assert exported is not None
+    model = exported.model
     name_values(model.graph, input_names, output_names, dynamic or {})
     strip_notes(model)
     proto = ir.to_proto(model)
@@ -119,13 +119,13 @@ def quiet() -> Iterator[None]:
     """Inside, torch.onnx neither warns nor logs anything below an error."""
     loggers = [logging.getLogger(n) for n in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     loggers += [
-        found
-        for name, found in logging.root.manager.loggerDict.items()
-        if isinstance(found, logging.Logger) and name.startswith(("torch.onnx.", "onnxscript.", "onnx_ir."))
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.startswith(("torch.onnx.", "onnxscript.", "onnx_ir."))
     ]
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
-        for found in loggers:
-            stack.callback(found.setLevel, found.level)
-            found.setLevel(logging.ERROR)
+        for logger in loggers:
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         yield

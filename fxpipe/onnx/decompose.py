@@ -173,19 +173,18 @@ def _torch_decompositions() -> Decompositions:
 def check_operators(module: fx.GraphModule) -> None:
     places: dict[str, list[str]] = {}
     for node in module.graph.nodes:
-        known = (operator.getitem, decompositions.recurrent.LAYER)
-        if node.op != "call_function" or node.target in onnx_operators() or node.target in known:
+        exempt = (operator.getitem, decompositions.recurrent.LAYER)
+        if node.op != "call_function" or node.target in onnx_operators() or node.target in exempt:
             continue
         if isinstance(node.target, OpOverload) and node.target.namespace != "onnx_symbolic" and _tensors(node):
             name, place = _name(node.target), node.meta.get(PLACE)
             origin = node.meta.get(_ORIGIN, name)
-            places.setdefault(name if origin == name else f"{origin} (needs {name})", []).extend(
-                [place] if place else []
-            )
+            needed = name if origin == name else f"{origin} (needs {name})"
+            places.setdefault(needed, []).extend([place] if place else [])
     if places:
         lines = []
-        for name, found in sorted(places.items()):
-            distinct = list(dict.fromkeys(found))
+        for name, uses in sorted(places.items()):
+            distinct = list(dict.fromkeys(uses))
             lines.append("\n  ".join([name + (":" if distinct else ""), *(f"  {p}" for p in distinct[:_LIMIT])]))
             if len(distinct) > _LIMIT:
                 lines[-1] += f"\n    and {len(distinct) - _LIMIT} more"

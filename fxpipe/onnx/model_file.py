@@ -29,9 +29,9 @@ def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
     Raises:
         ExportError: the model has another opset.
     """
-    found = {o.domain: o.version for o in model.opset_import}.get("")
-    if found != opset:
-        raise ExportError(f"{name} has opset {found}, not {opset}", hint="another --opset")
+    version = {o.domain: o.version for o in model.opset_import}.get("")
+    if version != opset:
+        raise ExportError(f"{name} has opset {version}, not {opset}", hint="another --opset")
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     model.graph.name = name
@@ -44,8 +44,8 @@ def note(model: onnx.ModelProto, body: Mapping[str, Any], inputs: Sequence[str],
     model.metadata_props.add(key="fxpipe", value=text)
     model.producer_name, model.producer_version = "fxpipe", fxpipe.__version__
     for values, words in ((model.graph.input, inputs), (model.graph.output, outputs)):
-        for value, said in zip(values, words, strict=True):
-            value.doc_string = said
+        for value, doc in zip(values, words, strict=True):
+            value.doc_string = doc
     return text
 
 
@@ -61,26 +61,26 @@ def write(path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], for
     weights_file = None
     if form != "inputs" and weights:
         kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
-        kept = [value for value in model.graph.input if value.name not in weights]
+        inputs = [value for value in model.graph.input if value.name not in weights]
         del model.graph.input[:]
-        model.graph.input.extend(kept)
+        model.graph.input.extend(inputs)
         if form == "external":
             weights_file = path.with_name(path.name + ".data")
             with open(weights_file, "wb") as file:
                 for name, tensor in weights.items():
                     file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
                     offset, count = file.tell(), file.write(_bytes(tensor))
-                    made = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
-                    made.data_location = onnx.TensorProto.EXTERNAL
+                    initializer = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
+                    initializer.data_location = onnx.TensorProto.EXTERNAL
                     for key, value in (("location", weights_file.name), ("offset", offset), ("length", count)):
-                        made.external_data.add(key=key, value=str(value))
-                    model.graph.initializer.append(made)
+                        initializer.external_data.add(key=key, value=str(value))
+                    model.graph.initializer.append(initializer)
         else:
             check_size(path.stem, model.ByteSize() + sum(t.nbytes for t in weights.values()), form)
             for name, tensor in weights.items():
-                made = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
-                made.raw_data = bytes(_bytes(tensor))
-                model.graph.initializer.append(made)
+                initializer = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
+                initializer.raw_data = bytes(_bytes(tensor))
+                model.graph.initializer.append(initializer)
     check_size(path.stem, model.ByteSize(), form)
     path.write_bytes(model.SerializeToString(deterministic=True))
     return weights_file

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
+from fxpipe.task.guarded_step import guard
 from fxpipe.task.hooks import MakeOptimizer
 from fxpipe.task.one_optimizer import NEEDS_CLOSURE, OptimizerRefused, one_optimizer
+from fxpipe.task.several_optimizers import changes_torchs, parts_of
 from fxpipe.torch_private import accumulated_hooks, backward_hooks
+from fxpipe.tracing.reach import Walk
 
 STILL = 1e-6
 """The factor on learning rates that keeps weights where they are: nothing overflows or underflows."""
@@ -27,12 +30,12 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
     """
     before = [_hooks(parameter) for _, parameter in named]
     try:
-        made = one_optimizer(make(list(named)))
+        optimizer = one_optimizer(make(list(named)))
     except Exception as error:
         if _chose_none(error):
             return None
         raise
-    _refuse_foreign_parameters(made, named)
+    _refuse_foreign_parameters(optimizer, named)
     hooked = [name for (name, p), count in zip(named, before, strict=True) if _hooks(p) != count]
     if hooked:
         raise OptimizerRefused(
@@ -40,17 +43,28 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
             "compute gradients without autograd",
             hint="change gradients in step(), or with register_hook in model(), which is captured",
         )
-    if not any(group["params"] for group in made.param_groups):
+    if not any(group["params"] for group in optimizer.param_groups):
         return None
-    for options in (made.defaults, *made.param_groups):
+    if modules := _reached(optimizer):
+        guard(optimizer, modules, [parameter for _, parameter in named])
+    for options in (optimizer.defaults, *optimizer.param_groups):
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = options["lr"].detach().clone()
-    return made
+    return optimizer
 
 
 def _hooks(parameter: nn.Parameter) -> int:
     """How many hooks autograd would call with its gradient."""
     return len(backward_hooks(parameter) or ()) + len(accumulated_hooks(parameter) or ())
+
+
+def _reached(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """The modules with values that its step, or a hook of it, can reach: a model that the user has made."""
+    parts = [part for part in parts_of(optimizer) if changes_torchs(part)]
+    roots = [root for part in parts for root in (type(part), *vars(part).values())]
+    seen = Walk(nn.Module(), roots, passed=parts).seen.values() if roots else ()
+    modules = [value for value in seen if isinstance(value, nn.Module)]
+    return [m for m in modules if all(not tensor.is_meta for tensor in (*m.parameters(), *m.buffers()))]
 
 
 def _chose_none(error: BaseException | None) -> bool:
@@ -62,10 +76,10 @@ def _chose_none(error: BaseException | None) -> bool:
     return False
 
 
-def _refuse_foreign_parameters(made: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _refuse_foreign_parameters(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse an optimizer over other tensors, which would silently train nothing here."""
-    own = {id(parameter) for _, parameter in named}
-    foreign = [p for group in made.param_groups for p in group["params"] if id(p) not in own]
+    own_ids = {id(parameter) for _, parameter in named}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own_ids]
     if foreign:
         raise OptimizerRefused(
             f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
@@ -82,9 +96,9 @@ def shrunk(shape: Sequence[int], numel: float) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def hold_still(made: torch.optim.Optimizer) -> None:
+def hold_still(optimizer: torch.optim.Optimizer) -> None:
     """Make its steps so small that weights do not move; groups without a rate are skipped."""
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * STILL
 
@@ -102,15 +116,15 @@ def users() -> Iterator[None]:
     except OptimizerRefused:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        if "closure" in said.lower():
-            raise OptimizerRefused(f"step() of the optimizer needs a closure: {said}", hint=NEEDS_CLOSURE) from error
-        if "process group" in said.lower():
+        message = f"{type(error).__name__}: {error}"
+        if "closure" in message.lower():
+            raise OptimizerRefused(f"step() of the optimizer needs a closure: {message}", hint=NEEDS_CLOSURE) from error
+        if "process group" in message.lower():
             raise OptimizerRefused(
-                f"the optimizer communicates with other processes: {said}",
+                f"the optimizer communicates with other processes: {message}",
                 hint="in a pipeline they train other parameters: use the optimizer's form for one device",
             ) from error
         raise TaskError(
-            f"the optimizer fails on small copies of the model's parameters: {said}",
+            f"the optimizer fails on small copies of the model's parameters: {message}",
             hint="optimizer(named_parameters) returns a torch.optim.Optimizer whose step() needs no arguments",
         ) from error

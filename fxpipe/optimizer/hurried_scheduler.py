@@ -13,6 +13,7 @@ from fxpipe.optimizer.state_outside import state_outside
 from fxpipe.random_state import torch_state_kept
 from fxpipe.torch_private import STEPPED
 from fxpipe.tracing.holders import Advancing
+from fxpipe.tracing.hook_state import kept
 
 FALL = 1000
 """A rate falls too fast if it becomes this many times smaller in half an epoch."""
@@ -78,29 +79,29 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list
         with
     the scheduler: what they change is restored, and if that is impossible, nothing is copied.
     """
-    found: list[float] = []
+    rates: list[float] = []
     predictable = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
     if not predictable or hasattr(type(optimizer), "param_groups"):  # setting a property may reach the real groups
-        return found
+        return rates
     shell = object.__new__(type(optimizer))
     shell.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults), state={}, **STEPPED)
     shell.param_groups = [copy.deepcopy({**group, "params": []}) for group in optimizer.param_groups]
     state = state_outside([optimizer, scheduler])
     if any(isinstance(holder, Advancing) for holder in state.holders):
-        return found
+        return rates
     try:
         scout = copy.deepcopy(scheduler, {id(optimizer): shell})
-        with torch_state_kept(), state.preserved():
+        with torch_state_kept(), kept(state.holders):
             for _ in range(count):
-                found.append(float(shell.param_groups[0]["lr"]))
+                rates.append(float(shell.param_groups[0]["lr"]))
                 scout.step()
     except Exception:  # it works for the real optimizer
-        return found
-    return found
+        return rates
+    return rates
 
 
 def _end(scheduler: Any) -> int | None:
     if type(scheduler).__name__ not in WHOLE_WAY:
         return None
-    found = next((getattr(scheduler, name) for name in ENDS if hasattr(scheduler, name)), None)
-    return found if isinstance(found, int) and found > 0 else None
+    end = next((getattr(scheduler, name) for name in ENDS if hasattr(scheduler, name)), None)
+    return end if isinstance(end, int) and end > 0 else None

@@ -25,6 +25,7 @@ from fxpipe.optimizer.play import Copies, Played, TooLong
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
+from fxpipe.task.model_file import default_optimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.threads import threads
 from fxpipe.torch_private import DYNAMO, foreach_norm, foreach_sub
@@ -84,12 +85,13 @@ def check_per_worker(
     trained = [p for p in plan.parameters if p.trained]
     if plan.sharded:  # the owner is then the replica that updates it, numbered among all workers' replicas in order
         trained = [replace(p, owner=p.owner * plan.dp + plan.updaters(p.owner).get(p.name, 0)) for p in trained]
-    if make is None or not trained:
+    if (make is None and scheduler is None) or not trained:
         return None
+    make = make or default_optimizer
     with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1), _counted(plan):
         warnings.simplefilter("ignore")
         rows = _some(trained)
-        copies = Copies(rows, plan.device, make, scheduler)
+        copies = Copies(rows, plan.device, make, scheduler, plan.attributes)
         try:
             together = _all_together(copies)
         except OptimizerRefused:
@@ -105,23 +107,23 @@ def check_per_worker(
             return None
         divided = _divided(copies)
         _refuse_lost(copies, together, divided)
-        found = _difference(copies, together, divided)
-        if found is not None and divided.outside:
-            found = _shared_state(copies, together, divided) or found
-        if found is None and not together.known:
-            found = _unusual_difference(copies)
+        disagreement = _difference(copies, together, divided)
+        if disagreement is not None and divided.outside:
+            disagreement = _shared_state(copies, together, divided) or disagreement
+        if disagreement is None and not together.known:
+            disagreement = _unusual_difference(copies)
         kind = together.kinds[0]
-        if found is None:
+        if disagreement is None:
             return None if together.known or accepted else UNKNOWN.format(kind=kind)
         if accepted:
-            return f"{found.what}; this was accepted"
+            return f"{disagreement.what}; this was accepted"
         if divided.drew_without_torch:
-            return f"{found.what}; it draws random numbers from `random` or numpy, which may be the only reason"
+            return f"{disagreement.what}; it draws random numbers from `random` or numpy, which may be the only reason"
         accept = f"to accept this, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
-        raise TaskError(found.what, where=WHERE, hint=f"{found.cure}; {accept}")
+        raise TaskError(disagreement.what, where=WHERE, hint=f"{disagreement.cure}; {accept}")
 
 
-def compare(together: Played, divided: Played) -> tuple[float, int]:
+def largest_difference(together: Played, divided: Played) -> tuple[float, int]:
     """The most by which a weight differs after some step, relative to how far it has moved by then; its number."""
     ones, others = together.weights, divided.weights
     way = torch.zeros(len(ones[0]), dtype=torch.float64)
@@ -179,7 +181,7 @@ def _refuse_lost(copies: Copies, together: Played, divided: Played) -> None:
     In a run, a worker whose optimizer would be empty trains nothing.
     """
     pairs = zip(copies.rows, together.options[0], divided.options[0], strict=True)
-    lost = [row for row, one, own in pairs if one and not own]
+    lost = [row for row, one, alone in pairs if one and not alone]
     if lost:
         raise TaskError(
             f"optimizer() trains {lost[0].name} if it is given all parameters, but not if it is given only those of "
@@ -199,16 +201,16 @@ def _unusual_difference(copies: Copies) -> _Disagreement | None:
             divided = copies.play(divided=True, gradients=gradients)
         except (Exception, TooLong):
             continue  # it fails with such gradients
-        found = _difference(copies, together, divided)
-        if found is not None:
-            return replace(found, what=f"{found.what}; gradients of other workers are {called} there")
+        disagreement = _difference(copies, together, divided)
+        if disagreement is not None:
+            return replace(disagreement, what=f"{disagreement.what}; gradients of other workers are {called} there")
     return None
 
 
 def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreement | None:
     """A difference of weights, or of numbers that an optimizer adapts: a few steps of Prodigy may show nothing else."""
     kind, steps = together.kinds[0], len(together.weights) - 1
-    share, parameter = compare(together, divided)
+    share, parameter = largest_difference(together, divided)
     if share > min(max(100 * max(together.eps, divided.eps), SAME), COARSE):
         row = copies.rows[parameter]
         much = f"{share:.2g} times" if share >= 1 else f"{100 * share:.2g}% of"
@@ -220,8 +222,8 @@ def _difference(copies: Copies, together: Played, divided: Played) -> _Disagreem
             f"{much} the distance that they moved ({row.name}, of worker {row.owner}){clue}",
             cure,
         )
-    for row, one, own in zip(copies.rows, together.options[1], divided.options[1], strict=True):
-        if differing := _differing(one, own, ADAPTED):
+    for row, one, alone in zip(copies.rows, together.options[1], divided.options[1], strict=True):
+        if differing := _differing(one, alone, ADAPTED):
             name, a, b = differing
             return _Disagreement(
                 f"{kind} adapts {name} to all parameters at once: after {steps} steps it is {a:.6g} with one optimizer "
@@ -243,22 +245,22 @@ def _shared_state(copies: Copies, together: Played, divided: Played) -> _Disagre
     )
 
 
-def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:
+def _differing(one: dict[str, float], other: dict[str, float], limit: float) -> tuple[str, float, float] | None:
     """The first of a group's numbers with a relative difference above `limit`, and both its values."""
     for name in one:
-        if name in own and abs(one[name] - own[name]) > limit * max(abs(one[name]), abs(own[name])):
-            return name, one[name], own[name]
+        if name in other and abs(one[name] - other[name]) > limit * max(abs(one[name]), abs(other[name])):
+            return name, one[name], other[name]
     return None
 
 
 def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
     """More about a difference, and how to remove it."""
     for first, options in zip((True, False), zip(together.options, divided.options, strict=True), strict=True):
-        found = _differing(options[0][parameter], options[1][parameter], SAME)
-        if found is None:
+        difference = _differing(options[0][parameter], options[1][parameter], SAME)
+        if difference is None:
             continue
-        name, one, own = found
-        clue = f"; its {name} is {one:.6g} with one, {own:.6g} with its worker's own"
+        name, one, other = difference
+        clue = f"; its {name} is {one:.6g} with one, {other:.6g} with its worker's own"
         if first:
             return clue, (
                 f"make {name} from the parameter's name and from constants, not from its place in the list or from "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.errors import TaskError
 from fxpipe.optimizer.hook import make_optimizer, shrunk
 from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.state_outside import state_outside
@@ -20,6 +21,7 @@ from fxpipe.random_state import drew_without_torch, random_state, seed_generator
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
+from fxpipe.task.parameter_attributes import NOTHING, Attributes, hang
 from fxpipe.task.several_optimizers import name_of
 from fxpipe.torch_private import LightDispatchMode, pytree
 from fxpipe.tracing.lasting_state import noteworthy
@@ -65,19 +67,26 @@ class Copies:
 
     Args:
         make, scheduler: the user's; a scheduler that fails is left out.
+        attributes: what hangs on the parameters.
 
     Attributes:
         rows: what is copied; values are not used.
-        make, scheduler: as given.
+        make, scheduler, attributes: as given.
         gradients: of every parameter, for every step.
         device: where the copies are.
         wide: the copies are in double precision, else in the parameters' own dtypes.
     """
 
     def __init__(
-        self, rows: Sequence[ParameterSpec], device: str, make: MakeOptimizer, scheduler: MakeScheduler | None
+        self,
+        rows: Sequence[ParameterSpec],
+        device: str,
+        make: MakeOptimizer,
+        scheduler: MakeScheduler | None,
+        attributes: Attributes = NOTHING,
     ) -> None:
         self.rows = rows
+        self.attributes = attributes
         self.wide = True
         self.device = device
         self.make = make
@@ -118,28 +127,29 @@ class Copies:
         draws = _EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
         parts: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for row, parameter in zip(self.rows, copies, strict=True):
+            hang(parameter, row.name, self.attributes)
             parts.setdefault(row.owner if divided else 0, []).append((row.name, parameter))
-        made: list[torch.optim.Optimizer] = []
+        optimizers: list[torch.optim.Optimizer] = []
         for owner in sorted(parts):
             seed_generators(0, self.device)
             with draws:
                 optimizer = make_optimizer(self.make, parts[owner])
-            made += [] if optimizer is None else [optimizer]
-        known = all(map(looks_at_each_alone, made))  # a scheduler replaces `step`
-        python = state_outside(made, [self.scheduler])
+            optimizers += [] if optimizer is None else [optimizer]
+        each_alone = all(map(looks_at_each_alone, optimizers))  # a scheduler replaces `step`
+        python = state_outside(optimizers, [self.scheduler])
         first = python.snapshot()
-        turns = [_Turn(python, first) if processes else nullcontext() for _ in made]
+        turns = [_Turn(python, first) if processes else nullcontext() for _ in optimizers]
         with python.preserved():
             schedulers = []
-            for optimizer, turn in zip(made, turns, strict=True):
+            for optimizer, turn in zip(optimizers, turns, strict=True):
                 with turn, draws:
                     schedulers.append(self._scheduled(optimizer))
-            before = _options(copies, made)
+            before = _options(copies, optimizers)
             weights, drew = [_values(copies)], False
-            for given in self.gradients if gradients is None else gradients:
-                for parameter, gradient in zip(copies, self._own(given), strict=True):
+            for step_gradients in self.gradients if gradients is None else gradients:
+                for parameter, gradient in zip(copies, self._own(step_gradients), strict=True):
                     parameter.grad = gradient
-                for optimizer, scheduler, turn in zip(made, schedulers, turns, strict=True):
+                for optimizer, scheduler, turn in zip(optimizers, schedulers, turns, strict=True):
                     with turn, draws:
                         seed_generators(len(weights), self.device)
                         state = random_state()
@@ -150,18 +160,18 @@ class Copies:
                             scheduler.step()
                 weights.append(_values(copies))
             outside = tuple(change.place for change in noteworthy(python.changes(first)))
-        kinds = tuple(name_of(optimizer) for optimizer in made)
-        options = before, _options(copies, made)
+        kinds = tuple(name_of(optimizer) for optimizer in optimizers)
+        options = before, _options(copies, optimizers)
         if gradients is None:
             self._operators = draws.operators
-            self._check_zero_grad(copies, made)
-        return Played(kinds, weights, options, known, drew, draws.eps, outside)
+            self._check_zero_grad(copies, optimizers)
+        return Played(kinds, weights, options, each_alone, drew, draws.eps, outside)
 
-    def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
+    def _check_zero_grad(self, copies: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that carry gradients over: in a run every step has only its minibatch's."""
         for parameter, gradient in zip(copies, self._own(self.gradients[0]), strict=True):
             parameter.grad = gradient
-        for optimizer in made:
+        for optimizer in optimizers:
             with suppress(Exception):  # a run does not call it
                 optimizer.zero_grad()
                 held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -176,11 +186,19 @@ class Copies:
         )
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The scheduler, which steps after every step of the copies, even if it is for epochs."""
-        with suppress(Exception):
-            made = paced(self.scheduler(optimizer), optimizer) if self.scheduler is not None else None
-            return None if made is None else made.scheduler
-        return None
+        """The scheduler, which steps after every step of the copies, even if it is for epochs; None if there is none.
+
+        Raises:
+            OptimizerRefused: no run can step it.
+        """
+        scheduler = None
+        with suppress(Exception):  # it may need a run
+            scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        try:
+            paced_scheduler = paced(scheduler, optimizer)
+        except TaskError as error:
+            raise OptimizerRefused(error.what, where=error.where or "lr_scheduler()", hint=error.hint) from error
+        return None if paced_scheduler is None else paced_scheduler.scheduler
 
     def _own(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Copies that an optimizer may write to."""
@@ -197,16 +215,16 @@ class Copies:
 
         Their noise differs between parameters and workers, so that all means and norms differ.
         """
-        own = 10 ** torch.rand(len(self.rows), generator=self._generator, dtype=torch.float64)
-        louder = [scale * 8.0 ** (row.owner % 3) for scale, row in zip(own.tolist(), self.rows, strict=True)]
+        scales = 10 ** torch.rand(len(self.rows), generator=self._generator, dtype=torch.float64)
+        louder = [scale * 8.0 ** (row.owner % 3) for scale, row in zip(scales.tolist(), self.rows, strict=True)]
         ways = [scale * way for scale, way in zip(louder, self._random(), strict=True)]
         first = self.rows[0].owner if self.rows else 0
         quiet = [QUIET * (SPREAD if row.owner == first else 1.0) for row in self.rows]
-        found = [[scale * way for scale, way in zip(quiet, self._random(), strict=True)]]
+        gradients = [[scale * way for scale, way in zip(quiet, self._random(), strict=True)]]
         for much in LOUD:
             rows = zip(ways, louder, self._random(), strict=True)
-            found.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
-        return found
+            gradients.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
+        return gradients
 
 
 class _Turn:
@@ -271,14 +289,14 @@ def _values(copies: Sequence[nn.Parameter]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in copies]
 
 
-def _options(copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> list[dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
-    for optimizer in made:
+def _options(copies: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, float]]:
+    by_parameter: dict[int, dict[str, float]] = {}
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             numbers = {name: number for name, value in group.items() if (number := _number(value)) is not None}
             numbers = dict(sorted(numbers.items(), key=lambda item: item[0] != "lr"))
-            found.update(dict.fromkeys((id(parameter) for parameter in group["params"]), numbers))
-    return [found.get(id(parameter), {}) for parameter in copies]
+            by_parameter.update(dict.fromkeys((id(parameter) for parameter in group["params"]), numbers))
+    return [by_parameter.get(id(parameter), {}) for parameter in copies]
 
 
 def _number(value: Any) -> float | None:

@@ -28,7 +28,7 @@ def state_outside(things: Iterable[Any], others: Iterable[Any] = ()) -> PythonSt
     every = [part for thing in things for part in _parts(thing)]
     passed = [value for part in every for value in (part, *vars(part).values())]
     roots = [root for part in every for root in (type(part), *_functions(vars(part).values()))]
-    return PythonState(nn.Module(), [*roots, *others], [each for each in passed if not callable(each)])
+    return PythonState(nn.Module(), [*roots, *others], [item for item in passed if not callable(item)])
 
 
 def _parts(thing: Any) -> Iterator[Any]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
 
 import fxpipe
 from fxpipe.errors import BuildError
-from fxpipe.files import check_creatable
+from fxpipe.files import check_creatable, digest
 from fxpipe.plan.consistency import check
 from fxpipe.plan.signed import read_signed
 from fxpipe.plan.spec import FORMAT, Plan
 from fxpipe.typed_json import convert, explained
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
-PROFILE, PROGRAM, PASSES = "profile.json", "program.json", "passes.txt"
+PROFILE, NODES, PROGRAM, PASSES = "profile.json", "nodes.json", "program.json", "passes.txt"
 _OWN = re.compile(
-    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+(_\d+)?\.py|evaluate_\d+(_\d+)?\.py|"
+    r"(plan|costs|node_costs|profile|nodes|program)\.json|weights\.safetensors|stage_\d+(_\d+)?\.py|evaluate_\d+(_\d+)?\.py|"
     r"totals(_\d+)?\.py|passes\.txt|engines|__pycache__"
 )
 
@@ -33,14 +32,14 @@ def read_plan(folder: str | Path) -> Plan:
     if not folder.exists():
         raise BuildError(f"{folder} does not exist", hint=f"make the build: fxpipe compile MODEL -o {folder}")
     if not (folder / PLAN).is_file():
-        made = f"make the build: fxpipe compile {folder} -o build/"
-        hint = made if folder.suffix == ".py" else "give the folder that `fxpipe compile` wrote, its -o"
+        advice = f"make the build: fxpipe compile {folder} -o build/"
+        hint = advice if folder.suffix == ".py" else "give the folder that `fxpipe compile` wrote, its -o"
         raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=hint)
     where, again = str(folder / PLAN), _again(folder)
     with explained(where, error=BuildError, hint=again):
         finite = False  # the user's constants may be anything
         body = read_signed(
-            folder / PLAN, "the build", FORMAT, error=BuildError, hint=again, other_form=again, finite=finite
+            folder / PLAN, "the build", (FORMAT,), error=BuildError, hint=again, other=again, finite=finite
         )
         plan = convert(body, Plan)
         check(plan)
@@ -51,8 +50,8 @@ def read_plan(folder: str | Path) -> Plan:
 def _check_inside(folder: Path, plan: Plan) -> None:
     """Refuse files of a build that are links to files elsewhere: a run must read only what is in the folder."""
     inside = folder.resolve()
-    own = [path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)]
-    for name in sorted({*own, plan.weights_file, *(code.file for code in plan.code)}):
+    names = [path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)]
+    for name in sorted({*names, plan.weights_file, *(code.file for code in plan.code)}):
         target = (folder / name).resolve()
         if target != inside / name:
             raise BuildError(
@@ -82,9 +81,7 @@ def load_plan(folder: str | Path) -> Plan:
     missing = [f for f in (*(s.file for s in plan.code), plan.weights_file) if not (folder / f).is_file()]
     if missing:
         raise BuildError(f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again)
-    with open(folder / plan.weights_file, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != plan.weights_digest:
+    if digest(folder / plan.weights_file) != plan.weights_digest:
         raise BuildError(f"{plan.weights_file} was changed after it was written", where=str(folder), hint=again)
     return plan
 

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fxpipe.options import unfit
 from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.plan.spec import (
     BufferSpec,
     EdgeSpec,
     LeafSpec,
+    OuterSpec,
     ParameterSpec,
     PartSpec,
     Plan,
@@ -48,6 +50,8 @@ def check(plan: Plan) -> None:
     ):
         if not 1 <= count <= most:
             raise Malformed(f"there are {count} {name}: a plan has 1 to {most}", f", $.{name}")
+    if not plan.steps:
+        raise Malformed("there is no step", ", $.steps")
     if not _DEVICE.fullmatch(plan.device):
         raise Malformed(f"there is no device {plan.device[:80]!r}", ", $.device")
     for found, place in _parts(plan, ", $"):
@@ -64,20 +68,18 @@ def check(plan: Plan) -> None:
     ):
         raise Malformed(f"{plan.workers} workers cannot run on ranks {list(plan.placement)[:80]}", ", $.placement")
     _check_replicas(plan)
-    shapes = [(", $", plan), *((f", $.shapes[{i}]", shape) for i, shape in enumerate(plan.of_shapes[1:]))]
+    steps = [(f", $.steps[{i}]", step) for i, step in enumerate(plan.steps)]
     alone = [(f", $.evaluations[{i}]", evaluation) for i, evaluation in enumerate(plan.evaluations)]
-    whole: list[tuple[str, Plan | StepSpec]] = [*shapes, *alone]
-    for place, of in whole:
-        if len(of.stages) != plan.workers:
-            raise Malformed(f"there are {len(of.stages)} stages for {plan.workers} workers", f"{place}.stages")
-        leaves = len(of.given if isinstance(of, Plan) else of.batch)
-        if (count := _tree_leaves(of.batch_spec, f"{place}.batch_spec")) != leaves:
+    for place, step in (*steps, *alone):
+        if len(step.stages) != plan.workers:
+            raise Malformed(f"there are {len(step.stages)} stages for {plan.workers} workers", f"{place}.stages")
+        if (count := _tree_leaves(step.batch_spec, f"{place}.batch_spec")) != (leaves := len(step.given)):
             raise Malformed(f"the batch has {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
-    for at, shape in shapes:
-        _check_units(shape, at)
-        if shape.tokens < 0 or not all(0 <= flops < math.inf for flops in shape.flops.values()):
+    for at, step in steps:
+        _check_units(step, at)
+        if step.tokens < 0 or not all(0 <= flops < math.inf for flops in step.flops.values()):
             raise Malformed("tokens and FLOPs must be 0 or more", at)
-        for i, stage in enumerate(shape.stages):
+        for i, stage in enumerate(step.stages):
             place = f"{at}.stages[{i}]"
             if stage.backward is None:
                 raise Malformed("the stage has no backward", place)
@@ -85,15 +87,15 @@ def check(plan: Plan) -> None:
                 raise Malformed("other stages have a separate function for weight gradients, this one does not", place)
             _check_buckets(plan, i, stage, place)
             for phase, part in stage.parts.items():
-                _check_names(plan, part, shape, place)
+                _check_names(plan, part, step, place)
                 _check_held(part, plan.stages[i].part(phase), place)
-        if shape.totals is not None:
-            if len(shape.totals.stages) != 1:
-                raise Malformed(f"there are {len(shape.totals.stages)} files", f"{at}.totals.stages")
-            alone.append((f"{at}.totals", shape.totals))
+        if step.totals is not None:
+            if len(step.totals.stages) != 1:
+                raise Malformed(f"there are {len(step.totals.stages)} files", f"{at}.totals.stages")
+            alone.append((f"{at}.totals", step.totals))
     names = [edge.name for edge in plan.all_edges]
     if len(set(names)) < len(names):
-        raise Malformed("two edges have the same name", ", $.edges")
+        raise Malformed("two edges have the same name", ", $.steps")
     for at, evaluation in alone:
         for i, share in enumerate(evaluation.stages):
             if tuple(share.parts) != ("F",):
@@ -152,10 +154,8 @@ def _check_replicas(plan: Plan) -> None:
         if len({counts[worker] for worker in plan.hosted(rank)}) > 1:
             raise Malformed(f"the workers of rank {rank} have different numbers of replicas", ", $.replicas")
     outer = plan.outer
-    if outer is not None:
-        rates = math.isfinite(outer.lr) and outer.lr > 0 and 0 <= outer.momentum < 1
-        if plan.dp == 1 or outer.every < 1 or not rates or outer.delay not in (0, 1):
-            raise Malformed(f"{plan.dp} replicas cannot combine weights by {outer}", ", $.outer")
+    if outer is not None and (plan.dp == 1 or unfit(OuterSpec, dataclasses.asdict(outer))):
+        raise Malformed(f"{plan.dp} replicas cannot combine weights by {outer}", ", $.outer")
 
 
 def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> None:
@@ -182,14 +182,14 @@ def _check_buckets(plan: Plan, worker: int, stage: StageSpec, place: str) -> Non
         raise Malformed("the code does not hand over the buckets in order where it makes gradients", place)
 
 
-def _check_units(shape: Plan, at: str) -> None:
+def _check_units(step: StepSpec, at: str) -> None:
     """Check that the workers divide the units among them, each kind in the workers' order."""
     for kind in ("forward_units", "backward_units", "weight_units"):
         reached = 0
-        for i, stage in enumerate(shape.stages):
+        for i, stage in enumerate(step.stages):
             start, end = getattr(stage, kind)
-            last = len(shape.units) if i + 1 == len(shape.stages) else end
-            if start != reached or not start <= end <= len(shape.units) or end != last:
+            last = len(step.units) if i + 1 == len(step.stages) else end
+            if start != reached or not start <= end <= len(step.units) or end != last:
                 what = f"units {start} to {end} do not follow those of the worker before, or leave some out"
                 raise Malformed(what, f"{at}.stages[{i}].{kind}")
             reached = end
@@ -208,7 +208,7 @@ def _tree_leaves(text: str, place: str) -> int:
         raise Malformed("not a pytree in torch's format", place) from error
 
 
-def _check_names(plan: Plan, part: PartSpec, of: Plan | StepSpec, place: str) -> None:
+def _check_names(plan: Plan, part: PartSpec, of: StepSpec, place: str) -> None:
     """Check that a part names what the plan has, and the step or evaluation that it belongs to."""
     parameters = {p.name for p in plan.parameters}
     wires = {edge.name for edge in of.edges}

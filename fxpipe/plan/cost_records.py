@@ -20,6 +20,7 @@ class PartMemory:
         peak: the most that it holds at once, `taken`, `received` and `batch` at its start included.
         peak_unreceived: the same while the transport holds what of `taken` was sent.
         batch: the batch's tensors in its arguments; they stay until it returns.
+        inside: the most of what it makes itself that it holds at once; `results` of these bytes are there when it ends.
     """
 
     phase: Phase
@@ -31,6 +32,13 @@ class PartMemory:
     peak: int
     peak_unreceived: int
     batch: int = 0
+    inside: int = 0
+    results: int = 0
+
+    @property
+    def arguments(self) -> int:
+        """Bytes of what it reads and does not make, but weights and buffers."""
+        return self.taken + self.received + self.batch
 
 
 @dataclass(frozen=True)

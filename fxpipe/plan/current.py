@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import BuildError, TaskError, near
+from fxpipe.files import digest
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.read_by_capture import read_by_capture
 from fxpipe.plan.spec import Plan
@@ -35,26 +35,22 @@ def changes(plan: Plan, folder: str | Path, given: str | Path | None = None) -> 
     if path is None:
         return Changes()
     root = path.resolve().parent
-    own = Path(plan.model_file).name if plan.model_file else path.name
-    files = {name: path if name == own else root / name for name in plan.sources}
+    model_name = Path(plan.model_file).name if plan.model_file else path.name
+    files = {name: path if name == model_name else root / name for name in plan.sources}
     gone = [f"{name} is gone" for name, file in files.items() if not file.is_file()]
-    changed = [name for name, file in files.items() if file.is_file() and _digest(file) != plan.sources[name]]
+    changed = [name for name, file in files.items() if file.is_file() and digest(file) != plan.sources[name]]
     if not path.is_file() or not plan.captured.parts:
         return Changes((*gone, *(f"{name} changed" for name in changed)))
     try:
-        found = read_by_capture(path, (name for name in plan.sources if name != own), called=own)
+        reads = read_by_capture(path, (name for name in plan.sources if name != model_name), called=model_name)
     except (SyntaxError, ValueError, OSError):
         return Changes((*gone, *(f"{name} changed" for name in changed)))
-    before, now = plan.captured.parts, found.parts
+    before, now = plan.captured.parts, reads.parts
     read = [f"{name} changed" for name in before if name in now and now[name] != before[name]]
     read += [f"{name} is new" for name in now if name not in before]
     read = read or [f"{name} is gone" for name in before if name not in now and name not in plan.sources]
     unread = [name for name in changed if not any(text.startswith(name) for text in read)]
-    return Changes((*gone, *read), tuple(unread), tuple(found.settings))
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return Changes((*gone, *read), tuple(unread), tuple(reads.settings))
 
 
 def check_current(
@@ -75,21 +71,21 @@ def check_current(
         TaskError: there is no such setting, or its value is not of its type.
     """
     path = model_path(plan, folder, given)
-    found = changes(plan, folder, given)
+    edits = changes(plan, folder, given)
     options = "with the options that stage_0.py begins with"
-    if path is not None and found.read:
+    if path is not None and edits.read:
         raise BuildError(
-            f"the build is stale: since it was compiled, {', '.join(found.read)}",
+            f"the build is stale: since it was compiled, {', '.join(edits.read)}",
             where=str(folder),
             hint=f"compile it again: fxpipe compile {path} -o {folder}, {options}"
             if path.is_file()
             else "give the model file with --model PATH, or compile again",
         )
-    asked, known = pairs(settings), {row.name: row for row in plan.captured.settings}
-    if asked:
-        check_known(asked, {*known, *found.settings})
-    for name, text in asked.items():
-        row = known.get(name)
+    texts, rows = pairs(settings), {row.name: row for row in plan.captured.settings}
+    if texts:
+        check_known(texts, {*rows, *edits.settings})
+    for name, text in texts.items():
+        row = rows.get(name)
         same = row is None or (row.value is not None and read_as(name, text, row.value) == row.value)
         if row is None or same or not (by := row.captured or plan.captured.any_setting):
             continue
@@ -105,16 +101,16 @@ def check_current(
             where=str(folder),
             hint=f"compile it again with them, {options}; or read values that a run may change with fxpipe.setting()",
         )
-    return found
+    return edits
 
 
-def check_known(given: Mapping[str, Value], known: Iterable[str]) -> None:
+def check_known(given: Mapping[str, Value], readable: Iterable[str]) -> None:
     """Refuse a setting that the model file does not read.
 
     Raises:
         TaskError: names the first, and a similar name.
     """
-    names = sorted(known)
+    names = sorted(readable)
     for name in given:
         if name not in names:
             hint = (

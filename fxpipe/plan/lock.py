@@ -1,59 +1,24 @@
-"""One writer per folder: a lock file that names the writer, and that a killed writer does not leave locked.
-
-A killed writer cannot remove its lock. So the file names the process, and a process that finds it gone takes the lock
-over. Whether a process on another host is gone cannot be known here.
-"""
+"""One writer per folder: a file that the kernel locks until its process ends, and a text next to it that names it."""
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
-import json
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from fxpipe.errors import BuildError
-from fxpipe.files import host_of_processes, process_began, replacing
-from fxpipe.typed_json import read
+from fxpipe.files import replacing
 
-_held: dict[Path, int] = {}
-"""The locks of this process, each with the number of times it has been taken."""
-
-
-@dataclass(frozen=True)
-class LockHolder:
-    """The holder of a lock.
-
-    Attributes:
-        host: its name; and, if the system has them, the namespace of process ids, since a container has its own.
-        started: distinguishes the process from a later one with its id: the boot of the machine and the time since.
-        since: when it took the lock, in ISO 8601.
-    """
-
-    host: str
-    pid: int
-    started: str
-    command: str
-    since: str
-
-    @staticmethod
-    def own() -> LockHolder:
-        """This process."""
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200]
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return LockHolder(host_of_processes(), os.getpid(), process_began(os.getpid()), command, now)
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has certainly ended: only for processes that this one can see, or has been (`os.exec`)."""
-        ended = process_began(self.pid) not in (self.started, "unknown")
-        return self.host == host_of_processes() and (ended or self.pid == os.getpid())
+_early: set[tuple[Path, int, int]] = set()
+"""The locks that one more call may enter: the lock, the process and the thread of that call."""
 
 
 def run_lock(out: str | Path) -> Path:
@@ -68,36 +33,33 @@ def build_lock(folder: str | Path) -> Path:
 
 
 @contextmanager
-def locked(lock: Path, folder: str | Path, option: str) -> Iterator[None]:
-    """Inside, only this process writes into the folder. Folders made for the lock are removed if they stay empty.
+def locked(lock: Path, folder: str | Path, option: str, *, again: bool = False) -> Iterator[None]:
+    """Inside, only this call writes into the folder. Folders made for the lock are removed if they stay empty.
 
     Args:
-        lock: the file, see `run_lock` and `build_lock`. A process may take its lock again.
+        lock: the file, see `run_lock` and `build_lock`.
         folder: as the user named it with `option`.
+        again: one call inside, in this thread, may take the lock for itself: it does the work for which this one has
+            taken it early.
 
     Raises:
-        BuildError: another process writes there, or the lock cannot be written.
+        BuildError: another process writes there, or another call of this one; or the lock cannot be written.
     """
-    if lock in _held:
-        _held[lock] += 1
+    call = lock, os.getpid(), threading.get_ident()
+    if call in _early:
+        _early.remove(call)
         try:
             yield
         finally:
-            _held[lock] -= 1
+            _early.add(call)
         return
-    made = _make(lock, folder, option)
-    try:
-        identity = _take(lock, folder, option)
-        _held[lock] = 1
+    with _taken(lock, folder, option):
+        if again:
+            _early.add(call)
         try:
             yield
         finally:
-            del _held[lock]
-            _release(lock, identity)
-    finally:
-        for created in made:
-            with suppress(OSError):  # something was written into it
-                created.rmdir()
+            _early.discard(call)
 
 
 @contextmanager
@@ -111,67 +73,58 @@ def replacing_alone(folder: Path) -> Iterator[Path]:
         yield fresh
 
 
-def _make(lock: Path, folder: str | Path, option: str) -> list[Path]:
-    """Make the folder of the lock; returns the new folders, the innermost first."""
-    missing = [parent for parent in (lock.parent, *lock.parents) if not parent.exists()]
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(lock, folder, option, error) from error
-    return list(dict.fromkeys(missing))
-
-
-def _take(lock: Path, folder: str | Path, option: str) -> int:
-    """Take the lock, also from a process that is gone; returns the inode of the file."""
-    while True:
+@contextmanager
+def _taken(lock: Path, folder: str | Path, option: str) -> Iterator[None]:
+    """Inside, the lock is this call's."""
+    missing = [parent for parent in lock.parents if not parent.exists()]
+    process = f"{os.getpid()} on {socket.gethostname()}"
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200]
+    holder = lock.with_suffix(".holder")
+    with ExitStack() as held:
+        held.callback(_remove_empty, missing)
         try:
-            number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(lock, timeout=0, thread_local=False))
+            held.callback(_remove, holder, lock, lock.stat().st_ino)
+            since = datetime.now().astimezone().isoformat(timespec="seconds")
+            holder.write_bytes(f"{process}, {command}, since {since}\n".encode(errors="backslashreplace"))
+        except Timeout:
+            raise _refusal(holder, process, lock, folder, option) from None
         except OSError as error:
-            raise _unwritable(lock, folder, option, error) from error
-        with os.fdopen(number, "r+", encoding="utf-8", errors="replace") as file:
-            # The lock is the text of the file. The kernel's lock here only protects reading and writing the text.
-            with suppress(OSError):  # some file systems of clusters do not have it
-                fcntl.flock(file, fcntl.LOCK_EX)
-            inode = os.fstat(file.fileno()).st_ino
-            try:
-                if lock.stat().st_ino != inode:
-                    continue
-            except OSError:  # released since
-                continue
-            if text := file.read():  # empty: its writer was killed in this block
-                _refuse_held(text, lock, folder, option)
-            try:
-                file.seek(0)
-                file.truncate()
-                file.write(json.dumps(dataclasses.asdict(LockHolder.own()), indent=1) + "\n")
-                file.flush()
-            except OSError as error:
-                lock.unlink(missing_ok=True)
-                raise _unwritable(lock, folder, option, error) from error
-            return inode
+            what = f"{folder} cannot be written: {error.strerror or error}"
+            raise BuildError(what, where=str(lock.parent), hint=f"choose another {option}") from error
+        number = os.getpid()
+        try:
+            yield
+        finally:
+            if os.getpid() != number:  # this is a copy that os.fork has made
+                held.pop_all()
 
 
-def _refuse_held(text: str, lock: Path, folder: str | Path, option: str) -> None:
-    """Refuse if the holder that the text names may still be at work."""
-    remove = f"if no process writes there, delete {lock}"
-    holder = read(text, LockHolder, where=str(lock), error=BuildError, hint=remove)
-    if holder.gone:
-        return
-    here = holder.host == host_of_processes()
-    raise BuildError(
-        f"{folder} is being written by another process: {holder.pid} on {holder.host.partition(' ')[0]}, "
-        f"{holder.command}, since {holder.since}",
-        where=str(lock),
-        hint=f"wait until it ends, or choose another {option}" + ("" if here else f"; {remove}"),
-    )
+def _refusal(holder: Path, process: str, lock: Path, folder: str | Path, option: str) -> BuildError:
+    """Names the holder; it has written no text yet if it has taken the lock just now."""
+    text = ""
+    with suppress(OSError):
+        text = holder.read_text(encoding="utf-8", errors="replace").strip()
+    if text.startswith(f"{process}, "):
+        what = f"{folder} is being written by this process, in another call"
+        hint = f"wait until it ends, or close the pipeline that saves there; or choose another {option}"
+    else:
+        what = f"{folder} is being written by another process{text and f': {text}'}"
+        hint = f"wait until it ends, or choose another {option}"
+    return BuildError(what, where=str(lock), hint=hint)
 
 
-def _release(lock: Path, inode: int) -> None:
-    with suppress(OSError):  # the whole folder was deleted
+def _remove(holder: Path, lock: Path, inode: int) -> None:
+    """Remove a lock that is held: FileLock refuses a file without a name to those that have opened it before."""
+    with suppress(OSError):  # the whole folder was deleted, and perhaps made again by another run
         if lock.stat().st_ino == inode:
+            holder.unlink(missing_ok=True)
             lock.unlink()
 
 
-def _unwritable(lock: Path, folder: str | Path, option: str, error: OSError) -> BuildError:
-    what = f"{folder} cannot be written: {error.strerror or error}"
-    return BuildError(what, where=str(lock.parent), hint=f"choose another {option}")
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove new folders, the innermost first."""
+    for folder in folders:
+        with suppress(OSError):  # something was written into it
+            folder.rmdir()

@@ -95,8 +95,8 @@ class ReadByCapture:
     def has(self, line: str) -> bool:
         """Whether a line, as `model.py:12`, is in a part that counts, or in none of these files."""
         name, _, number = line.rpartition(":")
-        inside = [found for file, found in self.lines.items() if Path(file).name == name]
-        return not inside or any(a <= int(number) <= b for found in inside for a, b in found)
+        inside = [spans for file, spans in self.lines.items() if Path(file).name == name]
+        return not inside or any(a <= int(number) <= b for spans in inside for a, b in spans)
 
 
 @dataclass(eq=False)
@@ -157,18 +157,18 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
     Raises:
         SyntaxError, ValueError, OSError: a file is not Python, or cannot be read.
     """
-    root, own = path.resolve().parent, path.name
-    files = _files(root, own, whole=False)
-    every = [part for found in files.values() for part in found]
+    root, model_name = path.resolve().parent, path.name
+    files = _files(root, model_name, whole=False)
+    every = [part for parts in files.values() for part in parts]
     if any(part.attributes & _OF_OPTIMIZER or part.names & {"train_data", "eval_data"} for part in every):
-        files = _files(root, own, whole=True)  # some part reads what was left out
-        every = [part for found in files.values() for part in found]
+        files = _files(root, model_name, whole=True)  # some part reads what was left out
+        every = [part for parts in files.values() for part in parts]
     makers = _find_arguments(files)
-    counted = _counted(files, own)
-    texts = {f"{called or own}: eval_data": [str(any("eval_data" in part.binds for part in files[own]))]}
+    counted = _counted(files, model_name)
+    texts = {f"{called or model_name}: eval_data": [str(any("eval_data" in part.binds for part in files[model_name]))]}
     for part in every:
         if part in counted:
-            label = f"{called}: {part.name}" if called and part.file == own else part.label
+            label = f"{called}: {part.name}" if called and part.file == model_name else part.label
             texts.setdefault(label, []).append(part.text)
     whole = [file for file in imported if file not in files and (root / file).is_file()]
     inside = [part for part in every if part in counted and not part.arguments and part not in makers]
@@ -181,23 +181,23 @@ def read_by_capture(path: Path, imported: Iterable[str] = (), called: str = "") 
             for name in sorted({name for part in every for name in part.settings})
         },
         any_setting=next((part.label for part in every if part in counted and part.any_setting), ""),
-        arguments=tuple(sorted({found for part in inside for found in _arguments(files, part)})),
+        arguments=tuple(sorted({label for part in inside for label in _arguments(files, part)})),
         any_argument=next(
             (part.label for part in inside if part.has((_PARSE, _PARSE)) or _mentioned(files, part) & makers), ""
         ),
-        lines={file: tuple(part.lines for part in found if part in counted) for file, found in files.items()},
+        lines={file: tuple(part.lines for part in parts if part in counted) for file, parts in files.items()},
         unnamed=bool(whole) or any(part.any_setting for part in every),
     )
 
 
-def _files(root: Path, own: str, whole: bool) -> dict[str, list[_Statement]]:
+def _files(root: Path, model_name: str, whole: bool) -> dict[str, list[_Statement]]:
     """The parts of a file and of all the user's files that it imports.
 
     Args:
         whole: with the adapters' arguments for hooks that are not captured.
     """
     files: dict[str, list[_Statement]] = {}
-    waiting = [own]
+    waiting = [model_name]
     while waiting:
         file = waiting.pop()
         if file not in files:
@@ -210,10 +210,10 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _counted(files: dict[str, list[_Statement]], own: str) -> set[_Statement]:
+def _counted(files: dict[str, list[_Statement]], model_name: str) -> set[_Statement]:
     """The parts that count."""
-    every = [part for found in files.values() for part in found]
-    counted = {part for part in every if not part.quiet or (part.file == own and part.binds & CAPTURED)}
+    every = [part for parts in files.values() for part in parts]
+    counted = {part for part in every if not part.quiet or (part.file == model_name and part.binds & CAPTURED)}
     mentioned = {part: _mentioned(files, part) for part in every}
     changeable: set[_Statement] = set()
     size = -1
@@ -224,7 +224,7 @@ def _counted(files: dict[str, list[_Statement]], own: str) -> set[_Statement]:
             counted |= mentioned[part]
         changeable |= {p for p in counted if not p.fixed or (p.leads_on and mentioned[p] & changeable)}
         for part in every:
-            bare = {found for found in mentioned[part] if found.arguments and found.binds & part.names}
+            bare = {other for other in mentioned[part] if other.arguments and other.binds & part.names}
             if mentioned[part] & changeable or bare & counted:
                 counted.add(part)
     return counted
@@ -232,31 +232,31 @@ def _counted(files: dict[str, list[_Statement]], own: str) -> set[_Statement]:
 
 def _mentioned(files: dict[str, list[_Statement]], part: _Statement) -> set[_Statement]:
     """The other parts that bind names that a part mentions."""
-    found = {other for other in files[part.file] if other.binds & part.mentions or "*" in other.binds}
+    others = {other for other in files[part.file] if other.binds & part.mentions or "*" in other.binds}
     for file, name, local in part.imports:
         if not local or local in part.binds:
-            found.update([other for other in files[file] if name in other.binds] or files[file])
-    return found - {part}
+            others.update([other for other in files[file] if name in other.binds] or files[file])
+    return others - {part}
 
 
 def _find_arguments(files: dict[str, list[_Statement]]) -> set[_Statement]:
     """Mark the parts that bind the parsed command line; returns the functions that parse it for them."""
     makers: set[_Statement] = set()
-    for part in (part for found in files.values() for part in found if part.calls):
-        own = [other for other in files[part.file] if part.calls in other.binds and _PARSE & other.attributes]
-        if part.calls == "parse_args" or own:
+    for part in (part for parts in files.values() for part in parts if part.calls):
+        parsers = [other for other in files[part.file] if part.calls in other.binds and _PARSE & other.attributes]
+        if part.calls == "parse_args" or parsers:
             part.arguments = part.quiet = part.fixed = True
-            makers.update(own)
+            makers.update(parsers)
     return makers
 
 
 def _arguments(files: dict[str, list[_Statement]], part: _Statement) -> Iterator[str]:
     """The parsed arguments that a part mentions, with the file that parses them."""
-    for found in (found for found in _mentioned(files, part) if found.arguments):
-        attributes = {attribute for name, attribute in part.dotted if name in found.binds}
-        if found.binds & part.names or not attributes:  # all of them, or an import of them
-            yield found.label
-        yield from (f"{found.label}.{attribute}" for attribute in attributes)
+    for other in (other for other in _mentioned(files, part) if other.arguments):
+        attributes = {attribute for name, attribute in part.dotted if name in other.binds}
+        if other.binds & part.names or not attributes:  # all of them, or an import of them
+            yield other.label
+        yield from (f"{other.label}.{attribute}" for attribute in attributes)
 
 
 class _WithoutUncaptured(ast.NodeTransformer):
@@ -282,30 +282,30 @@ class _WithoutUncaptured(ast.NodeTransformer):
 
     def _path(self, value: ast.expr) -> str:
         """What a name that was imported is called in its package: `fxpipe.policy.register`."""
-        first, dot, rest = ast.unparse(value).partition(".")
-        return self._imported.get(first, "") + dot + rest
+        first, dot, path = ast.unparse(value).partition(".")
+        return self._imported.get(first, "") + dot + path
 
     def _makes_hooks(self, value: ast.expr) -> bool:
         path = self._path(value.func) if isinstance(value, ast.Call) and not self._whole else ""
         return path.startswith(_ADAPTERS) and path.endswith("_hooks")
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.decorator_list = [each for each in node.decorator_list if self._path(each) not in _REGISTERS]
+        node.decorator_list = [name for name in node.decorator_list if self._path(name) not in _REGISTERS]
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        found = node.value
-        if isinstance(found, ast.Call) and ast.unparse(found.func) == "globals().update" and len(found.args) == 1:
-            given = found.args[0]
-            if not found.keywords and (self._makes_hooks(given) or ast.unparse(given) in self._hooks):
-                node.value = given
+        call = node.value
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "globals().update" and len(call.args) == 1:
+            argument = call.args[0]
+            if not call.keywords and (self._makes_hooks(argument) or ast.unparse(argument) in self._hooks):
+                node.value = argument
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         left_out = _OF_HOOKS if self._makes_hooks(node) else set()
         if _called(node) == _ARGUMENTS and not self._whole:
             left_out = _OF_OPTIMIZER
-        node.keywords = [each for each in node.keywords if each.arg not in left_out]
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in left_out]
         return self.generic_visit(node)
 
 
@@ -377,9 +377,9 @@ def _look(root: Path, part: _Statement, statement: ast.stmt) -> None:
             for alias in node.names:
                 part.imports += [(file, name, "") for file, name, _ in _imported(root, part.file, node, alias)]
                 part.attributes |= {*alias.name.split("."), *(getattr(node, "module", None) or "").split(".")}
-    known = _globals(symtable.symtable(part.text, part.file, "exec"))
-    part.names &= known
-    part.dotted = {(name, attribute) for name, attribute in part.dotted if name in known}
+    global_names = _globals(symtable.symtable(part.text, part.file, "exec"))
+    part.names &= global_names
+    part.dotted = {(name, attribute) for name, attribute in part.dotted if name in global_names}
     if ("sys", "modules") in part.dotted or any(_called(c) in ("vars", "locals") and not c.args for c in calls):
         part.names.add("globals")  # at the top of a file, locals are globals
     read = [call for call in calls if _called(call) == SETTING]
@@ -391,8 +391,8 @@ def _look(root: Path, part: _Statement, statement: ast.stmt) -> None:
 
 def _globals(scope: symtable.SymbolTable) -> set[str]:
     """The names of a file that a scope, or one in it, reads or binds."""
-    found = {s.get_name() for s in scope.get_symbols() if s.is_global() or scope.get_type() == "module"}
-    return found.union(*map(_globals, scope.get_children()))
+    names = {s.get_name() for s in scope.get_symbols() if s.is_global() or scope.get_type() == "module"}
+    return names.union(*map(_globals, scope.get_children()))
 
 
 def _import(root: Path, file: str, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> _Statement:
@@ -416,14 +416,14 @@ def _imported(
         module, name = statement.module or "", None if alias.name == "*" else alias.name
         base = Path(file).parents[statement.level - 1] if 0 < statement.level <= len(Path(file).parents) else base
     steps = [*base.parts, *module.split(".")] if module else list(base.parts)
-    wanted = [(steps[: i + 1], name if i + 1 == len(steps) else None) for i in range(len(steps))]
-    wanted += [] if name is None else [([*steps, name], None)]
-    return [(own, taken, local) for path, taken in wanted if (own := _file(root, path))]
+    targets = [(steps[: i + 1], name if i + 1 == len(steps) else None) for i in range(len(steps))]
+    targets += [] if name is None else [([*steps, name], None)]
+    return [(target, taken, local) for path, taken in targets if (target := _file(root, path))]
 
 
 def _file(root: Path, steps: list[str]) -> str:
-    found = (f"{'/'.join(steps)}{ending}" for ending in (".py", "/__init__.py"))
-    return next((name for name in found if (root / name).is_file()), "")
+    candidates = (f"{'/'.join(steps)}{ending}" for ending in (".py", "/__init__.py"))
+    return next((name for name in candidates if (root / name).is_file()), "")
 
 
 def _called(call: ast.Call) -> str:
@@ -437,18 +437,18 @@ def _quiet(value: ast.expr | None) -> bool:
     return all(_called(call) in _QUIET for call in calls) and not any(isinstance(n, ast.NamedExpr) for n in nodes)
 
 
-def _fixed(value: ast.expr | None, known: dict[str, bool]) -> bool:
+def _fixed(value: ast.expr | None, fixed_names: dict[str, bool]) -> bool:
     """Whether a value cannot be changed, judged by its text."""
     if isinstance(value, ast.Call):
         return _called(value) in _QUIET
     if isinstance(value, ast.Name):
-        return known.get(value.id, False)
+        return fixed_names.get(value.id, False)
     if isinstance(value, ast.Attribute):
         return ast.unparse(value).startswith(("torch.", "math.")) or (
-            value.attr == "parent" and _fixed(value.value, known)
+            value.attr == "parent" and _fixed(value.value, fixed_names)
         )
     if isinstance(value, (ast.Tuple, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.IfExp)):
-        return all(_fixed(n, known) for n in ast.iter_child_nodes(value) if isinstance(n, ast.expr))
+        return all(_fixed(n, fixed_names) for n in ast.iter_child_nodes(value) if isinstance(n, ast.expr))
     return value is None or isinstance(value, (ast.Constant, ast.JoinedStr, ast.Compare))
 
 
@@ -476,8 +476,8 @@ def _quiet_in_class(statement: ast.stmt) -> bool:
 def _reaches_out(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function may change something that it does not own, judged by its text."""
     nodes = list(ast.walk(function))
-    own = {n.arg for n in nodes if isinstance(n, ast.arg)} - {"cls"}
-    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    local = {n.arg for n in nodes if isinstance(n, ast.arg)} - {"cls"}
+    local |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     for node in nodes:
         if isinstance(node, ast.Global) or (isinstance(node, ast.Name) and node.id in _REACHES_OUT[0]):
             return True
@@ -487,20 +487,20 @@ def _reaches_out(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
             whose: ast.expr = node
             while isinstance(whose, (ast.Attribute, ast.Subscript)):
                 whose = whose.value
-            if not (isinstance(whose, ast.Name) and whose.id in own):
+            if not (isinstance(whose, ast.Name) and whose.id in local):
                 return True
     return False
 
 
-def _keeps(definition: Definition, known: dict[str, bool]) -> bool:
+def _keeps(definition: Definition, fixed_names: dict[str, bool]) -> bool:
     """Whether a definition has something changeable that lasts: a cache, a default, an attribute of a class."""
     for node in (n for n in ast.walk(definition) if isinstance(n, Definition)):
         if any("cache" in ast.unparse(decorator) for decorator in node.decorator_list):
             return True
         if isinstance(node, ast.ClassDef):
-            kept = [s.value for s in node.body if isinstance(s, (ast.Assign, ast.AnnAssign))]
+            values = [s.value for s in node.body if isinstance(s, (ast.Assign, ast.AnnAssign))]
         else:
-            kept = [*node.args.defaults, *node.args.kw_defaults]
-        if not all(_fixed(value, known) for value in kept):
+            values = [*node.args.defaults, *node.args.kw_defaults]
+        if not all(_fixed(value, fixed_names) for value in values):
             return True
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ def digest_of(body: dict[str, Any]) -> str:
 
 
 def read_signed(
-    path: Path, what: str, form: int, *, error: type[FxpipeError], hint: str, other_form: str, finite: bool = True
+    path: Path, what: str, forms: Sequence[int], *, error: type[FxpipeError], hint: str, other: str, finite: bool = True
 ) -> dict[str, Any]:
     """The content of such a file without its format and digest. Call it inside `explained`.
 
     Args:
         what: what the file describes, as `the build`.
-        form: the number of the supported format.
-        hint, other_form: what to do about a changed file, and about another format.
+        forms: the numbers of the supported formats, the newest one first.
+        hint, other: what to do about a changed file, and about another format.
         finite: as in `parse`.
 
     Raises:
@@ -43,9 +44,9 @@ def read_signed(
     body = parse(path, finite=finite)
     if not isinstance(body, dict) or "format" not in body or "digest" not in body:
         raise Malformed("format or digest is missing", ", $")
-    if body["format"] != form:
-        found = f"{what} has format {str(body['format'])[:40]}, this fxpipe reads {form}"
-        raise error(found, where=str(path), hint=other_form)
+    if body["format"] not in forms:
+        mismatch = f"{what} has format {str(body['format'])[:40]}, this fxpipe reads {forms[0]}"
+        raise error(mismatch, where=str(path), hint=other)
     if body.pop("digest") != digest_of(body):
         raise error(f"{path.name} was changed after it was written", where=str(path), hint=hint)
     del body["format"]

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+from fxpipe.options import option
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 15
+FORMAT = 17
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf with its result
 LOSS_SCALE = "loss_scale"  # the leaf with which a float16 backward begins
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients if a schedule separates them
@@ -118,6 +120,29 @@ class BufferSpec:
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+@dataclass(frozen=True)
+class WatchedSpec:
+    """A value of the user's program that the captured step has read, and that hooks of a run can reach.
+
+    Attributes:
+        holder: the name of what holds it: an object, a container, a module of Python.
+        key: in the holder: the text of an attribute, a name or a key; `*` for everything in a container.
+        place: how the hooks write the value: `NET.tau`.
+        value: a text by which it is compared; of an object that is no plain value, its type.
+        where: the line of the step that reads it.
+        buffer: of a tensor, the buffer that gets its new values; '' if none can. None: it is no tensor.
+        alias: the step has the tensor from elsewhere: another tensor in this place would not be its own.
+    """
+
+    holder: str
+    key: str
+    place: str
+    value: str
+    where: str | None
+    buffer: str | None = None
+    alias: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,14 +299,24 @@ class StepSpec:
     Totals are what worker 0 computes from each microbatch. Evaluations and totals have only forwards.
 
     Attributes:
-        batch: the leaves in pytree order; `batch_spec` is the serialised pytree.
+        batch: the leaves in pytree order, of one microbatch in training, then those that worker 0 makes (`made`);
+            `batch_spec` is the serialised pytree of the user's batches.
         edges: in the order in which they are sent.
         stages: one for each worker; for totals, only worker 0's.
         metrics: of an evaluation or of totals, the names, in the order of the user's dictionary.
         constants: the metrics that are plain numbers, the same for every batch.
         gathered: the metrics that are tensors with dimensions, from which the hook `metrics_of_all` makes numbers.
         of_all: the names of these numbers; empty if they are not known before the first evaluation.
-        units, differs_from_whole, whole_numbers, totals, flops, tokens: of a step of training, as in `Plan`.
+        units: of a step of training: the module path that each unit starts in.
+        differs_from_whole: of a step of training: why the loss of a minibatch differs from the whole batch's by design;
+            '' if it does not.
+        whole_numbers: of a step of training: whether microbatches take numbers of the whole batch, such as how many
+            samples it has: a microbatch's loss is then not the user's function of that microbatch.
+        totals: computes from each microbatch what is added up over the minibatch: its metrics are leaves of the batch
+            with the same names. None if nothing is added up.
+        flops: of a microbatch's forward and backward in the user's step, by the dtype that is multiplied; empty if
+            unknown (`fxpipe.costs.step_work`).
+        tokens: of a microbatch; 0 if it has none, or they are unknown.
     """
 
     batch: tuple[LeafSpec, ...]
@@ -298,6 +333,18 @@ class StepSpec:
     totals: StepSpec | None = None
     flops: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+
+    @property
+    def given(self) -> tuple[LeafSpec, ...]:
+        """The leaves of the user's own batches."""
+        made = self.made
+        return tuple(leaf for leaf in self.batch if leaf not in made)
+
+    @property
+    def made(self) -> tuple[LeafSpec, ...]:
+        """The leaves that worker 0 makes: the user's batches do not have them."""
+        totals = self.totals.metrics if self.totals else ()
+        return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT, LOSS_SCALE))
 
     @property
     def numbers(self) -> list[str]:
@@ -389,10 +436,28 @@ class OuterSpec:
         codec: encodes what each replica sends (`fxpipe.codecs`), with its option; '' sends it as it is.
     """
 
-    every: int
-    lr: float
-    momentum: float
-    delay: int = 0
+    every: int = option(64, minimum=1, metavar="H", help="With --outer: average after H updates. [default: 64]")
+    lr: float = option(
+        0.7,
+        above=0,
+        below=1000,
+        metavar="RATE",
+        help="With --outer: learning rate of the step. [default: 0.7, or 1 with a codec that carries over]",
+    )
+    momentum: float = option(
+        0.9,
+        minimum=0,
+        below=1,
+        metavar="M",
+        help="With --outer: Nesterov momentum of the step. [default: 0.9, or 0 with a codec that carries over]",
+    )
+    delay: int = option(
+        0,
+        minimum=0,
+        maximum=1,
+        metavar="D",
+        help="With --outer: 1 applies an average one such step later, so that nothing waits for it. [default: 0]",
+    )
     codec: str = ""
 
     @property
@@ -459,26 +524,15 @@ class Plan:
         sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
         captured: what capture read of them.
         microbatches: their number in the whole minibatch; each of a worker's replicas does its share.
-        batch: the leaves of one microbatch in pytree order, then those that worker 0 makes (`made`); `batch_spec` is
-            the serialised pytree of the user's batches.
+        steps: what the workers compute of batches of each shape, the first shape first.
         loss_of_microbatches: whether a minibatch's loss and gradients are the microbatches' mean, or their sum.
-        differs_from_whole: why the loss of a minibatch differs from the whole batch's by design; '' if it does not.
-        whole_numbers: whether microbatches take numbers of the whole batch, such as how many samples it has: a
-            microbatch's loss is then not the user's function of that microbatch.
         batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
         loss_weight: whether the hook `loss_weight(batch)` weights the loss of each microbatch: a leaf of that name
             holds the weight over the mean weight of the minibatch's microbatches.
-        totals: computes from each microbatch what is added up over the minibatch: its metrics are leaves of the batch
-            with the same names. None if nothing is added up.
-        flops: of a microbatch's forward and backward in the user's step, by the dtype that is multiplied; empty if
-            unknown (`fxpipe.costs.step_work`).
-        tokens: of a microbatch; 0 if it has none, or they are unknown.
         loss_worker: the worker whose forward returns the loss.
-        units: the module path that each unit starts in.
         weights_file, weights_digest: initial parameters, buffers and constants, each once, under its first name.
         meta: whether the parameters had no values at compile time: `weights_file` holds only buffers and constants, and
             a run makes the parameters' initial values.
-        shapes: the step for each further shape of batch; the fields above are for the first.
         codec: the requested codecs, in the form of `--codec`; the edges have the chosen ones.
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
@@ -492,7 +546,10 @@ class Plan:
         replicas: how many processes each worker has, with the same stage and the same weights; empty if each has one.
             Microbatch i of a minibatch belongs to replica i mod r of a worker that has r.
         run_options: the options of `fxpipe run` that the model file gives, for runs whose command line does not.
+        attributes: what hangs on trained parameters, by name, as text (`fxpipe.task.parameter_attributes`).
         precision: the flags of torch unlike its defaults when it was compiled (`fxpipe.precision`).
+        watched: what the step and evaluations have read of the state that hooks of a run can reach.
+        calls_model: whether `model()` changes what other hooks read: a run calls it, too, before them.
         params: 'bf16' if stages compute with bfloat16 casts of float32 parameters.
         outer: how independent replicas, each on its own share of a minibatch, combine their weights; None if they add
             up their gradients. The fields about losses are then for a replica's share, which is its whole batch.
@@ -508,26 +565,16 @@ class Plan:
     policy: str
     autocast: str | None
     device: str
-    batch: tuple[LeafSpec, ...]
-    batch_spec: str
-    units: tuple[str, ...]
+    steps: tuple[StepSpec, ...]
     loss_worker: int
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...]
-    edges: tuple[EdgeSpec, ...]
-    stages: tuple[StageSpec, ...]
     weights_file: str
     weights_digest: str
     meta: bool = False
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
-    differs_from_whole: str = ""
-    whole_numbers: bool = False
     batch_norm: str = ""
     loss_weight: bool = False
-    totals: StepSpec | None = None
-    flops: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    shapes: tuple[StepSpec, ...] = ()
     codec: str = "none"
     padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[StepSpec, ...] = ()
@@ -541,6 +588,47 @@ class Plan:
     params: str | None = None
     captured: CapturedSpec = CapturedSpec()
     precision: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    watched: tuple[WatchedSpec, ...] = ()
+    calls_model: bool = False
+
+    @property
+    def step(self) -> StepSpec:
+        """The step for batches of the first shape, or of the only one."""
+        return self.steps[0]
+
+    @property
+    def edges(self) -> tuple[EdgeSpec, ...]:
+        """The edges of the first shape's step."""
+        return self.step.edges
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """The stages for batches of the first shape, one for each worker."""
+        return self.step.stages
+
+    def with_step(self, **changes: Any) -> Plan:
+        """With changes to the step of the first shape."""
+        return dataclasses.replace(self, steps=(dataclasses.replace(self.step, **changes), *self.steps[1:]))
+
+    def watching(self, rows: Sequence[WatchedSpec]) -> Plan:
+        """With more that is watched; worker 0 has all buffers that follow hooks."""
+        known = {(row.holder, row.key, row.buffer): row for row in self.watched}
+        for row in rows:
+            known.setdefault((row.holder, row.key, row.buffer), row)
+        plan = dataclasses.replace(self, watched=tuple(known.values()))
+        followed = plan.followed
+        buffers = (
+            dataclasses.replace(b, workers=tuple(dict.fromkeys((0, *b.workers)))) if b.name in followed else b
+            for b in plan.buffers
+        )
+        return dataclasses.replace(plan, buffers=tuple(buffers))
+
+    @property
+    def followed(self) -> tuple[str, ...]:
+        """The buffers that get new values if hooks change a tensor: worker 0 has them, and sends them to the others."""
+        names = {row.buffer for row in self.watched if row.buffer}
+        return tuple(b.name for b in self.buffers if b.name in names and b.home is None)
 
     @property
     def ranks(self) -> int:
@@ -623,21 +711,18 @@ class Plan:
     @property
     def code(self) -> tuple[StageSpec, ...]:
         """Everything of the build that has its own file: the stages, then evaluations and totals."""
-        stages = (stage for plan in self.of_shapes for stage in plan.stages)
+        stages = (stage for step in self.steps for stage in step.stages)
         return (*stages, *(share for e in self.alone for share in e.stages))
 
     @property
     def alone(self) -> tuple[StepSpec, ...]:
         """Evaluations, and the totals of every shape: everything with only forwards."""
-        return (*self.evaluations, *(plan.totals for plan in self.of_shapes if plan.totals))
+        return (*self.evaluations, *(step.totals for step in self.steps if step.totals))
 
     @property
     def of_shapes(self) -> tuple[Plan, ...]:
         """For each shape of batch, the plan as if there were no other."""
-        own = ["batch", "batch_spec", "edges", "stages", "units", "differs_from_whole", "whole_numbers", "totals"]
-        own += ["flops", "tokens"]
-        fields = [{name: getattr(shape, name) for name in own} for shape in self.shapes]
-        return tuple(dataclasses.replace(self, shapes=(), **more) for more in ({}, *fields))
+        return tuple(dataclasses.replace(self, steps=(step,)) for step in self.steps)
 
     @property
     def weights_apart(self) -> bool:
@@ -647,19 +732,7 @@ class Plan:
     @property
     def all_edges(self) -> tuple[EdgeSpec, ...]:
         """The edges of every shape."""
-        return (*self.edges, *(edge for shape in self.shapes for edge in shape.edges))
-
-    @property
-    def given(self) -> tuple[LeafSpec, ...]:
-        """The leaves of the user's own batches."""
-        made = self.made
-        return tuple(leaf for leaf in self.batch if leaf not in made)
-
-    @property
-    def made(self) -> tuple[LeafSpec, ...]:
-        """The leaves that worker 0 makes: the user's batches do not have them."""
-        totals = self.totals.metrics if self.totals else ()
-        return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT, LOSS_SCALE))
+        return tuple(edge for step in self.steps for edge in step.edges)
 
     @property
     def loss_divisor(self) -> int:
@@ -671,7 +744,7 @@ class Plan:
     @property
     def scales_loss(self) -> bool:
         """Whether backwards begin with a loss scale that changes from update to update (`--autocast fp16`)."""
-        return any(leaf.name == LOSS_SCALE for leaf in self.batch)
+        return any(leaf.name == LOSS_SCALE for leaf in self.step.batch)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -88,8 +88,8 @@ def bidirectional_cuts(forward: Sequence[float], backward: Backwards, speeds: Se
         before = _came_from(f, b[k], reach[k], at, back, limit * speeds[k] * (1 + 2 * _TOLERANCE))
         cuts.append((before, min(int(reach[k][before]), back)))
     cuts.reverse()
-    found = BalancedCuts(tuple(c[0] for c in cuts), tuple(c[1] for c in cuts), 0.0)
-    return _measured(forward, backward, found, speeds)
+    balanced = BalancedCuts(tuple(c[0] for c in cuts), tuple(c[1] for c in cuts), 0.0)
+    return _measured(forward, backward, balanced, speeds)
 
 
 def _prefixes(backward: Backwards) -> list[Floats]:
@@ -126,7 +126,7 @@ def _reach(f: Floats, backwards: Sequence[Floats], speeds: Sequence[float], limi
     places = np.arange(len(f))
     reach = np.full(len(f), -1)
     reach[0] = 0
-    found = [reach]
+    reaches = [reach]
     for b, speed in zip(backwards, speeds, strict=True):
         time = limit * speed * (1 + _TOLERANCE)
         value = np.where(reach >= 0, b[np.maximum(reach, 0)] + f, -np.inf)
@@ -134,8 +134,8 @@ def _reach(f: Floats, backwards: Sequence[Floats], speeds: Sequence[float], limi
         best = Maximum(value).over((first, places + 1))
         furthest = np.searchsorted(b, best + time - f, side="right") - 1
         reach = np.where(np.isfinite(best), np.minimum(furthest, len(b) - 1), -1)
-        found.append(reach)
-    return found
+        reaches.append(reach)
+    return reaches
 
 
 def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: float) -> int:

@@ -26,8 +26,8 @@ def graph_of_cuts(profile: Profile, cuts: Cuts) -> Graph:
     reads, fed, sums = profile.reads
     makes = np.flatnonzero([unit.weight_ms > 0 for unit in profile.units])
     orders = np.concatenate([forward[reads], backward[sums], np.stack([weights[makes], backward[makes]], axis=1)])
-    found = {(int(a), int(b)) for a, b in np.unique(orders, axis=0) if a < b}
-    return graph_of(found, {int(k) for k in np.unique(forward[fed])}, cuts.workers)
+    edges = {(int(a), int(b)) for a, b in np.unique(orders, axis=0) if a < b}
+    return graph_of(edges, {int(k) for k in np.unique(forward[fed])}, cuts.workers)
 
 
 def borders(profile: Profile, workers: int) -> tuple[int, ...]:
@@ -46,10 +46,10 @@ def borders(profile: Profile, workers: int) -> tuple[int, ...]:
         sources[reader].append(source)
     needs: list[int] = []  # bit i: unit i, directly or not
     for reader in range(count):
-        found = 0
+        all_sources = 0
         for source in sources[reader]:
-            found |= needs[source] | (1 << source)
-        needs.append(found)
+            all_sources |= needs[source] | (1 << source)
+        needs.append(all_sources)
     places = []
     for place in range(1, count):
         before = needs[place]
@@ -81,9 +81,9 @@ def cut_at(profile: Profile, places: Sequence[int], cuts: Cuts) -> Iterator[Cuts
         counts[fullest] += 1
     at = [0]
     for (first, end), number in zip(parts, counts, strict=True):
-        own = profile.units[first:end]
-        rest = [unit.backward_ms + unit.weight_ms for unit in own]
-        balanced = same_cuts([unit.forward_ms for unit in own], [rest] * number, [1.0] * number)
+        units = profile.units[first:end]
+        backwards = [unit.backward_ms + unit.weight_ms for unit in units]
+        balanced = same_cuts([unit.forward_ms for unit in units], [backwards] * number, [1.0] * number)
         at += [first + place for place in balanced.forward[1:]]
     if not profile.uncut.keys() & {*at}:
         yield Cuts(tuple(at), tuple(at))

@@ -69,11 +69,11 @@ class Candidates:
 
     def take(self, rows: Places) -> Candidates:
         """Some of them; what is known of them stays known."""
-        found = copy(self)
+        taken = copy(self)
         for name, value in vars(self).items():
             if name != "costs":
-                vars(found)[name] = for_each(lambda known: known[rows], value)
-        return found
+                vars(taken)[name] = for_each(lambda known: known[rows], value)
+        return taken
 
     @cached_property
     def forward_ms(self) -> Floats:
@@ -146,17 +146,18 @@ class Candidates:
 
     def holdings(self, levels: Iterable[int]) -> tuple[Holdings, ...]:
         """What they hold at some levels."""
-        costs, own = self.costs, both(self.forward, self.backward)
-        frozen = total(costs.frozen, self.forward) + total(costs.frozen, self.backward) - total(costs.frozen, own)
+        costs, inside = self.costs, both(self.forward, self.backward)
+        frozen = total(costs.frozen, self.forward) + total(costs.frozen, self.backward) - total(costs.frozen, inside)
         peaks = [costs.temporary.over(span) for span in (self.forward, self.backward, self.weight)]
         always = sum(self.copies_in, frozen) + np.maximum.reduce(peaks)
         for run in (self.from_front, self.from_back):  # what was computed again exists at once, for one microbatch
             always = always + np.where(run.again, run.saved, 0.0)
         exchanged = self.to_front.size + self.to_back.size + self.from_back.size
-        plain = costs.saved(own, both(self.forward, self.weight))
-        elsewhere = plain - costs.saved(own, both(own, self.weight))  # read by W alone, of units whose B is not here
+        plain = costs.saved.of(inside, both(self.forward, self.weight))
+        # what only W reads, of units whose B is elsewhere
+        elsewhere = plain - costs.saved.of(inside, both(inside, self.weight))
         shared = (self.owned, always, exchanged, self.from_front.size)
-        return tuple(Holdings(*shared, *costs.kept(level, own, plain, elsewhere)) for level in levels)
+        return tuple(Holdings(*shared, *costs.kept(level, inside, plain, elsewhere)) for level in levels)
 
 
 def for_each(change: Callable[..., Any], *values: Any) -> Any:

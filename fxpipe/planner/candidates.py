@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.search import EPSILON
-from fxpipe.planner.sums_over_runs import Places
+from fxpipe.planner.sums_over_runs import Crossing, Places
 
 MODES = ("same", "bidirectional", "three-way")
 
 PINNED = "pinned"
 """The mode of cuts that were given."""
+
+WORTH = 2e-4
+"""An improvement by a smaller share is not worth another round."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ def within(costs: CostModel, where: Positions, mode: str, least: float, most: fl
         p = where.shared
         every = np.stack([p, p, p], axis=1)
         load = costs.load(every)
-        found = every[(load >= least) & (load <= most)]
-        return found if len(found) <= limit else None
+        shared = every[(load >= least) & (load <= most)]
+        return shared if len(shared) <= limit else None
     if mode == "bidirectional":
         backward = costs.backward[where.backward] + costs.weight[where.backward]
         pairs = _grid(costs.forward[where.forward], backward, least, most, limit)
@@ -137,6 +139,23 @@ def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: 
     i = np.repeat(np.arange(len(one)), counts)
     j = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
     return i, j
+
+
+def in_turn(
+    patterns: Sequence[Sequence[int]], rounds: int, best: Callable[[], float]
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Offsets of windows to search, one after the other, until none of them has made the best value better.
+
+    Yields:
+        the number of rounds before, and the offsets.
+    """
+    fruitless = 0
+    for turn in range(rounds):
+        before = best()
+        yield turn, patterns[turn % len(patterns)]
+        fruitless = 0 if best() < before * (1 - WORTH) else fruitless + 1
+        if fruitless >= len(patterns):
+            return
 
 
 def window(costs: CostModel, where: Positions, mode: str, cuts: Places, offsets: Sequence[int]) -> list[Places]:

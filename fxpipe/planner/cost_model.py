@@ -145,9 +145,9 @@ class CostModel(UnitSums):
 
     def terms(self, worker: int) -> tuple[object, ...]:
         """All that `times` and `floor` know of a worker: those of workers that have the same are the same."""
-        own = self.workers
-        alone = own.owned_ms[worker], own.own_microbatches(worker), own.speeds[worker], own.replicas_of(worker)
-        return *alone, *self._links(worker), all_reduce(own, worker), fans(own, worker)
+        workers, links = self.workers, self._links(worker)
+        work = workers.owned_ms[worker], workers.own_microbatches(worker), workers.speeds[worker]
+        return *work, workers.replicas_of(worker), *links, all_reduce(workers, worker), fans(workers, worker)
 
     def fitting(self, worker: int, times: WorkerTimes, held: Sequence[Holdings]) -> Costs:
         """The costs of candidates at the level that takes least time of those that fit into the worker's memory.
@@ -164,9 +164,9 @@ class CostModel(UnitSums):
             memory = self._others(worker, level) + values
             cost = np.where(memory <= limit, np.maximum(times.busy + again + waits, wire), np.inf)
             better = (cost < best.cost) | (np.isinf(best.cost) & (memory < best.memory))
-            found = Costs(cost, waits, wire, memory, again, values)
+            costs = Costs(cost, waits, wire, memory, again, values)
             names = ("cost", "memory", "again", "values")
-            taken = {name: np.where(better, getattr(found, name), getattr(best, name)) for name in names}
+            taken = {name: np.where(better, getattr(costs, name), getattr(best, name)) for name in names}
             best = replace(best, **taken)
             if np.isfinite(best.cost).all():
                 break  # what fits with less computed again is faster
@@ -209,8 +209,8 @@ class CostModel(UnitSums):
     def _times(self, worker: int, of: Candidates) -> WorkerTimes:
         busy, ratios = self._busy(worker, of), self.workers.ratios
         activation, gradient = ratios.activation * of.activation, ratios.gradient * of.gradient
-        speed, own = self.workers.speeds[worker], self.workers.own_microbatches(worker)
-        share = ratios.weights / own
+        speed, microbatches = self.workers.speeds[worker], self.workers.own_microbatches(worker)
+        share = ratios.weights / microbatches
         before, behind = self._links(worker)
         own_forward, own_backward = of.forward_ms / speed, of.backward_ms / speed
         in_front, in_back = (share * copies for copies in of.copies_in)
@@ -239,8 +239,8 @@ class CostModel(UnitSums):
             busy = busy + copy * done * (from_before + from_behind + sent)
         if self.workers.replicas or self.workers.dp > 1:
             hidden = own_backward + (total(self.weight, of.weight) - of.update_ms) / speed
-            waits = waits + exposed_exchange(self.workers, worker, of.owned, hidden) / own
-            busy = busy + copy * done * all_reduce(self.workers, worker).copied * of.owned / own
+            waits = waits + exposed_exchange(self.workers, worker, of.owned, hidden) / microbatches
+            busy = busy + copy * done * all_reduce(self.workers, worker).copied * of.owned / microbatches
         if self.workers.replicas:
             wire = np.maximum(wire, self._fan(worker, of))
         return WorkerTimes(busy, waits * done, wire * done)
@@ -249,7 +249,7 @@ class CostModel(UnitSums):
         """How long what a process sends to its neighbours' processes occupies the wires, in milliseconds."""
         ratios = self.workers.ratios
         front, back = fans(self.workers, worker)
-        found = [
+        times = [
             fan * ratio * crossing
             for fan, at in ((front, of.begins), (back, of.ends))
             for ratio, crossing in (
@@ -257,7 +257,7 @@ class CostModel(UnitSums):
                 (ratios.gradient, self._leaving[at[:, 1]]),
             )
         ]
-        return np.maximum.reduce(found)
+        return np.maximum.reduce(times)
 
     def _links(self, worker: int) -> tuple[LinkTimes, LinkTimes]:
         """The links to the previous and to the next worker."""
@@ -269,11 +269,11 @@ class CostModel(UnitSums):
 
     def _values(self, worker: int, held: Holdings) -> Floats:
         """Bytes that forward keeps for the worker's own B and W, or that these compute again."""
-        own = self.workers
-        return own.in_flight[worker] * held.kept + own.deferred[worker] * held.deferred + held.once
+        workers = self.workers
+        return workers.in_flight[worker] * held.kept + workers.deferred[worker] * held.deferred + held.once
 
     def _others(self, worker: int, held: Holdings) -> Floats:
         """All bytes but `_values`."""
-        own = self.workers
-        sent = own.in_flight[worker] * held.exchanged + own.in_flight_before[worker] * held.from_front
-        return own.owned_factor[worker] * held.owned + held.always + sent
+        workers = self.workers
+        sent = workers.in_flight[worker] * held.exchanged + workers.in_flight_before[worker] * held.from_front
+        return workers.owned_factor[worker] * held.owned + held.always + sent

@@ -106,7 +106,7 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
         costs.links.check(plan.ranks)
     except ProfileError as error:
         raise Malformed(error.what, ", $.links") from error
-    units = len(plan.units)
+    units = len(plan.step.units)
     for i, row in enumerate(costs.workers):
         ranges = (row.forward_units, row.backward_units, row.weight_units)
         if row.rank != i or not all(0 <= start <= end <= units for start, end in ranges):

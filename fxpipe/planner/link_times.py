@@ -104,10 +104,10 @@ def fans(workers: Workers, worker: int) -> tuple[float, float]:
     machines, and shares one of them with the neighbour's nearest process, it may be the wire of that machine, which
     then carries the messages of the worker's processes on the others.
     """
-    found = []
+    rates = []
     for other in (worker - 1, worker + 1):
         if not 0 <= other < workers.count:
-            found.append(0.0)
+            rates.append(0.0)
             continue
         rate, machines = link_from(workers, other, worker).rate, workers.machines
         if machines is not None:
@@ -116,8 +116,8 @@ def fans(workers: Workers, worker: int) -> tuple[float, float]:
             if len(counts) > 1 and border % machines.size:
                 elsewhere = workers.replicas_of(worker) - near
                 rate = max(rate, 1e3 * elsewhere / workers.links.bandwidth_of(0, 0))
-        found.append(rate)
-    return found[0], found[1]
+        rates.append(rate)
+    return rates[0], rates[1]
 
 
 def _places(workers: Workers, worker: int) -> tuple[tuple[int, ...], int, int]:

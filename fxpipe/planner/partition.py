@@ -9,14 +9,14 @@ the optimum it can be at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
 from fxpipe.planner.candidate_workers import Candidates
-from fxpipe.planner.candidates import MODES, PINNED, Positions, all_layers, positions, window
+from fxpipe.planner.candidates import MODES, PINNED, Positions, all_layers, in_turn, positions, window
 from fxpipe.planner.cost_model import CostModel, Costs
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import Profile
@@ -36,7 +36,6 @@ _OFFSETS = {
     "three-way": ((-2, -1, 0, 1, 2), (-21, -8, -3, -1, 0, 1, 3, 8, 21), (-89, -34, -13, -1, 0, 1, 13, 34, 89)),
 }
 ROUNDS = 40
-_WORTH = 2e-4  # an improvement below this is not worth another round
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Partition:
     """Where a profile is cut, and what that costs.
 
     Attributes:
-        mode: 'same', 'bidirectional' or 'three-way'.
+        mode: 'same', 'bidirectional' or 'three-way', or 'pinned' if the cuts were given.
         forward, backward, weights: positions, each with 0 at the start and the number of units at the end.
         recompute: (worker, first unit, end): mismatched units whose forward this worker's backward computes again.
         bottleneck: the slowest worker's cost, in seconds per microbatch.
@@ -127,7 +126,7 @@ def partitions(
     """
     costs = CostModel(profile, workers)
     search = _PartitionSearch(costs, say, budget, rounds)
-    found: dict[str, Partition] = {}
+    best: dict[str, Partition] = {}
     wanted = [mode for mode in MODES if mode in modes]
     for mode in MODES[: MODES.index(wanted[-1]) + 1]:
         try:
@@ -137,8 +136,8 @@ def partitions(
                 raise
             continue
         if mode in wanted:
-            found[mode] = _described(costs, mode, path, bound)
-    return found
+            best[mode] = of_rows(costs, path.cuts, mode, bound)
+    return best
 
 
 def of_cuts(
@@ -158,9 +157,7 @@ def of_all_cuts(costs: CostModel, cuts: Sequence[Cuts], mode: str) -> Iterator[P
         return
     priced = _PricedPlans(costs, [boundaries(one) for one in cuts])
     for number in range(len(cuts)):
-        found = priced.described(number, mode, 0.0, 0.0, separate=True)
-        slowest = max(load.total for load in found.loads)
-        yield replace(found, bottleneck=slowest, lower_bound=min(found.ideal, slowest))
+        yield priced.described(number, mode)
 
 
 def boundaries(cuts: Cuts) -> Places:
@@ -171,9 +168,13 @@ def boundaries(cuts: Cuts) -> Places:
     return rows
 
 
-def of_rows(costs: CostModel, mode: str, cuts: Places) -> Partition:
-    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model; without a bound."""
-    return _described(costs, mode, Path(cuts, bottleneck(costs, cuts)), 0.0)
+def of_rows(costs: CostModel, cuts: Places, mode: str, bound: float = 0.0) -> Partition:
+    """What boundaries (f, b, w, r), one row each, cost for the workers of the cost model.
+
+    Args:
+        bound: what no plan of the mode can beat, in milliseconds; 0: only the ideal is known.
+    """
+    return _PricedPlans(costs, [cuts]).described(0, mode, bound)
 
 
 def fits(profile: Profile, workers: Workers) -> bool:
@@ -203,10 +204,10 @@ class _PartitionSearch:
         self.known_empty: list[Places] = []  # plans that need little memory, whether or not they fit
         profile, speeds = costs.profile, costs.workers.rates
         forward = [u.forward_ms for u in profile.units]
-        rest = _rest(profile, costs.workers)
-        self.same = same_cuts(forward, rest, speeds)
+        backwards = _rest(profile, costs.workers)
+        self.same = same_cuts(forward, backwards, speeds)
         say("independent cuts for times alone")
-        self.free = bidirectional_cuts(forward, rest, speeds)
+        self.free = bidirectional_cuts(forward, backwards, speeds)
         self.ideal = _ideal_ms(costs)
 
     def best(self, mode: str) -> tuple[Path, float]:
@@ -264,8 +265,8 @@ class _PartitionSearch:
             layers = all_layers(costs, where, mode, np.inf, MEMORY_BUDGET)
             proved = layers is not None
             layers = layers or window(costs, where, mode, cuts, _OFFSETS[mode][0])
-            found = least_bottleneck(costs, layers, share, "memory")
-            cuts = cuts if found is None else found.cuts
+            emptiest = least_bottleneck(costs, layers, share, "memory")
+            cuts = cuts if emptiest is None else emptiest.cuts
         self.known_empty.append(cuts)
         share, worker = fullest(costs, cuts)
         if share > 1 + EPSILON:
@@ -283,17 +284,13 @@ class _PartitionSearch:
 
     def _improved(self, mode: str, where: Positions, best: Path) -> Path:
         """Search windows of cuts around the best plan, fine and wide ones in turn, until none improves it."""
-        fruitless = 0
-        patterns = _OFFSETS[mode]
-        for turn in range(self.rounds):
+        better = [best]
+        for turn, offsets in in_turn(_OFFSETS[mode], self.rounds, lambda: better[-1].bottleneck):
+            best = better[-1]
             self.say(f"{mode}: {best.bottleneck:.3f} ms after {turn} rounds")
-            layers = window(self.costs, where, mode, best.cuts, patterns[turn % len(patterns)])
-            found = least_bottleneck(self.costs, layers, best.bottleneck, calm=False) or best
-            fruitless = 0 if found.bottleneck < best.bottleneck * (1 - _WORTH) else fruitless + 1
-            best = found
-            if fruitless >= len(patterns):
-                break
-        return best
+            layers = window(self.costs, where, mode, best.cuts, offsets)
+            better.append(least_bottleneck(self.costs, layers, best.bottleneck, calm=False) or best)
+        return better[-1]
 
 
 def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
@@ -315,7 +312,7 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
         return np.array(rows) if rows[-1][0] == costs.count else None
 
     low = high = 1.0
-    while (found := reach(high)) is None:
+    while (roomy := reach(high)) is None:
         low, high = high, 2 * high
     while high - low > 1e-7 * high:
         middle = (low + high) / 2
@@ -323,20 +320,20 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
         if closer is None:
             low = middle
         else:
-            high, found = middle, closer
-    return found
+            high, roomy = middle, closer
+    return roomy
 
 
 def _rest(profile: Profile, workers: Workers) -> list[list[float]]:
     """By worker, every unit's B, W, update and policy, in milliseconds at speed 1."""
-    found = {
+    by_rate = {
         rate: [
             u.backward_ms + u.weight_ms + (u.update_ms + rate * u.parameter_bytes) / workers.microbatches
             for u in profile.units
         ]
         for rate in set(workers.owned_ms)
     }
-    return [found[rate] for rate in workers.owned_ms]
+    return [by_rate[rate] for rate in workers.owned_ms]
 
 
 def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
@@ -344,10 +341,6 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
     at = np.clip(np.searchsorted(allowed, cuts), 1, len(allowed) - 1)
     lower, upper = allowed[at - 1], allowed[at]
     return np.where(np.asarray(cuts) - lower < upper - np.asarray(cuts), lower, upper)
-
-
-def _described(costs: CostModel, mode: str, path: Path, bound: float) -> Partition:
-    return _PricedPlans(costs, [path.cuts]).described(0, mode, path.bottleneck, bound)
 
 
 class _PricedPlans:
@@ -364,13 +357,8 @@ class _PricedPlans:
         for k, worker in workers_of(costs, self._plans):
             self._priced.append((worker, costs.price(k, worker, with_memory=True)))
 
-    def described(self, number: int, mode: str, bottleneck: float, bound: float, separate: bool = False) -> Partition:
-        """One of them, in seconds; the search, like profiles, has milliseconds.
-
-        Args:
-            bottleneck, bound: in milliseconds.
-            separate: whether weight gradients may have cuts of their own in any mode.
-        """
+    def described(self, number: int, mode: str, bound: float = 0.0) -> Partition:
+        """One of them, in seconds; the bound, like profiles, in milliseconds."""
         costs, cuts = self._costs, self._plans[number]
         units, workers = costs.profile.units, costs.workers
         loads, recompute = [], []
@@ -398,21 +386,11 @@ class _PricedPlans:
                     values=float(price.values[number]),
                 )
             )
-        columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
-        if mode != "three-way" and not separate:
-            columns[2] = columns[1]
-        return Partition(
-            mode=mode,
-            forward=columns[0],
-            backward=columns[1],
-            weights=columns[2],
-            recompute=tuple(recompute),
-            bottleneck=float(bottleneck) / 1e3,
-            ideal=_ideal_ms(costs) / 1e3,
-            lower_bound=float(bound) / 1e3,
-            loads=tuple(loads),
-            replicas=workers.replicas,
-        )
+        at = [tuple(int(position) for position in cuts[:, chain]) for chain in range(3)]
+        slowest, ideal = max(load.total for load in loads), _ideal_ms(costs) / 1e3
+        lower_bound = float(bound) / 1e3 if bound else min(ideal, slowest)
+        priced = slowest, ideal, lower_bound, tuple(loads), workers.replicas
+        return Partition(mode, at[0], at[1], at[2], tuple(recompute), *priced)
 
 
 def _ideal_ms(costs: CostModel) -> float:

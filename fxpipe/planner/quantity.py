@@ -17,30 +17,30 @@ _SECONDS = re.compile(_NUMBER + r"(?P<unit>ms|us|µs|ns|s|)\s*")
 
 def bandwidth(text: str | float) -> float:
     """Bytes per second: `10Gbit` (1.25e9), `200GB/s`, `1.5GiB/s`, or a plain number of bytes."""
-    found = _parts(_SIZE, text, "a bandwidth", "10Gbit, 200GB/s")
-    return _positive(_size(found) / (8 if found["unit"] == "bit" else 1), text)
+    parts = _parts(_SIZE, text, "a bandwidth", "10Gbit, 200GB/s")
+    return _positive(_size(parts) / (8 if parts["unit"] == "bit" else 1), text)
 
 
 def memory(text: str | float) -> float:
     """Bytes: `80GiB`, `16GB`, or a plain number."""
-    found = _parts(_SIZE, text, "a size of memory", "80GiB, 16GB")
-    if found["rate"] or found["unit"] == "bit":
+    parts = _parts(_SIZE, text, "a size of memory", "80GiB, 16GB")
+    if parts["rate"] or parts["unit"] == "bit":
         raise ProfileError(f"{text!r} is not a size of memory", hint="write it as 80GiB or 16GB")
-    return _positive(_size(found), text)
+    return _positive(_size(parts), text)
 
 
 def seconds(text: str | float) -> float:
     """Seconds: `50us`, `1.5ms`, or a plain number."""
-    found = _parts(_SECONDS, text, "a time", "50us, 1.5ms")
-    return float(found["number"]) * _TIME[found["unit"] or "s"]
+    parts = _parts(_SECONDS, text, "a time", "50us, 1.5ms")
+    return float(parts["number"]) * _TIME[parts["unit"] or "s"]
 
 
 def rate(text: str | float) -> float:
     """A rate: `400T` (FLOP/s), or a plain number."""
-    found = _parts(_SIZE, text, "a rate", "400T, 4e14")
-    if found["unit"] or found["rate"]:
+    parts = _parts(_SIZE, text, "a rate", "400T, 4e14")
+    if parts["unit"] or parts["rate"]:
         raise ProfileError(f"{text!r} is not a rate", hint="write it as 400T or 4e14")
-    return _positive(_size(found), text)
+    return _positive(_size(parts), text)
 
 
 def size(count: float, *, enough: bool = False) -> str:
@@ -56,15 +56,15 @@ def size(count: float, *, enough: bool = False) -> str:
 
 
 def _parts(pattern: re.Pattern[str], text: str | float, what: str, examples: str) -> re.Match[str]:
-    found = pattern.fullmatch(repr(text) if isinstance(text, (int, float)) else text)
-    if found is None:
+    match = pattern.fullmatch(repr(text) if isinstance(text, (int, float)) else text)
+    if match is None:
         raise ProfileError(f"{text!r} is not {what}", hint=f"write it as {examples}")
-    return found
+    return match
 
 
-def _size(found: re.Match[str]) -> float:
-    prefix = found["prefix"]
-    return float(found["number"]) * (_BINARY[prefix] if prefix in _BINARY else _PREFIX[prefix])
+def _size(parts: re.Match[str]) -> float:
+    prefix = parts["prefix"]
+    return float(parts["number"]) * (_BINARY[prefix] if prefix in _BINARY else _PREFIX[prefix])
 
 
 def _positive(value: float, text: str | float) -> float:

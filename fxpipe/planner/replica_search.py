@@ -19,8 +19,8 @@ import numpy as np
 
 from fxpipe.planner.candidate_workers import Candidates, Holdings, for_each
 from fxpipe.planner.cost_model import CostModel, WorkerTimes
-from fxpipe.planner.search import EPSILON
-from fxpipe.planner.setting import Setting, StageDemands
+from fxpipe.planner.search import EPSILON, Path
+from fxpipe.planner.setting import Setting, Slot, StageDemands
 from fxpipe.planner.sums_over_runs import Floats, Places
 from fxpipe.planner.workers import Workers
 
@@ -28,15 +28,6 @@ _CHUNK = 1_000_000  # pairs priced at once
 _FEW_PROCESSES = 64
 _DIGITS = 4
 _SOME_COUNTS = (1, 2, 3, 4, 6)
-
-
-@dataclass(frozen=True)
-class ReplicatedPath:
-    """A plan: its boundaries as rows (f, b, w, r), its replicas, and its slowest worker's cost in milliseconds."""
-
-    cuts: Places
-    replicas: tuple[int, ...]
-    bottleneck: float
 
 
 class TooManyPairs(Exception):
@@ -84,7 +75,7 @@ class ReplicaSearch:
         self.counts = [count for count in counts if count <= setting.microbatches]
         self.limited = bool(np.isfinite(setting.memory).any()) or setting.recompute == "full"
         self.placed = self.limited or setting.machines is not None  # where processes are makes a difference
-        self.levels = costs.with_workers(setting.around(setting.stages_of(1)[0], 0, 1, 0)[0]).allowed(0)
+        self.levels = costs.with_workers(setting.worker_in(Slot(0, 1, 0), setting.stages_of(1)[0])[0]).allowed(0)
         last = setting.stages_of(most_workers)
         first = 1  # the least number of workers from which on all end alike, as far as some of them tell
         for count in _SOME_COUNTS:
@@ -105,7 +96,7 @@ class ReplicaSearch:
         few = total <= _FEW_PROCESSES
         return [n for n in range(1, total + 1) if few or _rounded(n) or _rounded(total - n)]
 
-    def best(self, rows: Places, bound: float, budget: int) -> dict[int, ReplicatedPath]:
+    def best(self, rows: Places, bound: float, budget: int) -> dict[int, Path]:
         """The best plan with inner boundaries among the rows, by its number of workers; if `chained`, one plan at 0.
 
         Args:
@@ -117,7 +108,7 @@ class ReplicaSearch:
         """
         load = self.costs.load(rows)
         through = _PlansThroughRows(self, rows[np.argsort(load, kind="stable")], bound * (1 + EPSILON), budget)
-        found: dict[int, ReplicatedPath] = {}
+        best: dict[int, Path] = {}
         for stages in (*self.alone, self.shared):
             counts = range(len(self.alone) + 1, self.processes + 1) if stages is self.shared else (len(stages),)
             for total in self.totals if self.placed else self.totals[-1:]:
@@ -125,9 +116,9 @@ class ReplicaSearch:
                     if len(path.replicas) not in counts:
                         continue
                     key = 0 if self.chained else len(path.replicas)
-                    if key not in found or path.bottleneck < found[key].bottleneck * (1 - EPSILON):
-                        found[key] = path
-        return found
+                    if key not in best or path.bottleneck < best[key].bottleneck * (1 - EPSILON):
+                        best[key] = path
+        return best
 
 
 def _rounded(number: int) -> bool:
@@ -178,12 +169,11 @@ class _PlansThroughRows:
         machines = search.setting.machines
         self.size = machines.size if machines else 1
         self.rates = {stage.owned_ms: stage for stages in (*search.alone, search.shared) for stage in stages}
-        self.terms: dict[tuple[float, ...], tuple[object, ...]] = {}
-        self.timed: dict[tuple[object, ...], _TimedWorkers] = {}
-        self.priced: dict[tuple[object, ...], _PricedWorkers] = {}
-        self.known: dict[tuple[float, ...], _PricedWorkers] = {}
+        self.timed: dict[tuple[object, ...], _TimedWorkers] = {}  # by all that their times depend on
+        self.timed_in: dict[tuple[float, ...], _TimedWorkers] = {}  # the same by the kind of slot
+        self.priced: dict[tuple[float, ...], _PricedWorkers] = {}
 
-    def paths(self, stages: Sequence[StageDemands], total: int) -> Iterator[ReplicatedPath]:
+    def paths(self, stages: Sequence[StageDemands], total: int) -> Iterator[Path]:
         """The best plan of each number of workers; of exactly `total` processes, if their places matter."""
         search = self.search
         levels: list[_BestFromHere] = []
@@ -193,41 +183,38 @@ class _PlansThroughRows:
             source = table if search.chained else (levels[-1] if levels else None)
             firsts: list[tuple[float, int, int]] = []
             for used in allowed:
-                for own in search.counts:
-                    after = used - own
+                for replicas in search.counts:
+                    after = used - replicas
                     if after < 0 or (not after and level):
                         continue
                     if after and (source is None or after not in source.value):
                         continue
                     if used < total or not search.placed:
-                        self._extend(table, source, stage, (total - used, own, after))
+                        self._extend(table, source, Slot(total - used, replicas, after), stage)
                     if used == total or not search.placed:
-                        least = self._values(source, self._edges(stage, 0, own, after), after).min(initial=np.inf)
-                        if np.isfinite(least):
-                            firsts.append((float(least), used, own))
+                        edges = self._edges(Slot(0, replicas, after), stage)
+                        if np.isfinite(least := self._values(source, edges, after).min(initial=np.inf)):
+                            firsts.append((float(least), used, replicas))
             levels.append(table)
             if firsts:
                 least = min(value for value, _, _ in firsts)
-                value, used, own = next(f for f in firsts if f[0] <= least * (1 + EPSILON))
-                yield self._followed(levels, stages, level, total, used, own, value)
+                value, used, replicas = next(f for f in firsts if f[0] <= least * (1 + EPSILON))
+                yield self._followed(levels, stages, level, total, used, replicas, value)
 
-    def _extend(
-        self, table: _BestFromHere, source: _BestFromHere | None, stage: StageDemands, around: tuple[int, int, int]
-    ) -> None:
-        """Put a worker before the known ones. `around`: processes before it, its replicas, and processes after it."""
-        front, own, after = around
-        edges = self._edges(stage, max(front, 1), own, after)
+    def _extend(self, table: _BestFromHere, source: _BestFromHere | None, slot: Slot, stage: StageDemands) -> None:
+        """Put a worker, which is not the first, before the known ones."""
+        edges = self._edges(slot._replace(before=max(slot.before, 1)), stage)
         if not len(edges.ends):
             return
-        least = np.minimum.reduceat(self._values(source, edges, after), edges.starts)
-        if (used := own + after) not in table.value:
+        least = np.minimum.reduceat(self._values(source, edges, slot.after), edges.starts)
+        if (used := slot.own + slot.after) not in table.value:
             if not np.isfinite(least).any():
                 return
             table.value[used] = np.full(len(self.rows), np.inf)
             table.replicas[used] = np.zeros(len(self.rows), dtype=np.int64)
         better = least < table.value[used][edges.begins]
         at = edges.begins[better]
-        table.value[used][at], table.replicas[used][at] = least[better], own
+        table.value[used][at], table.replicas[used][at] = least[better], slot.own
 
     def _values(self, source: _BestFromHere | None, edges: _PricedWorkers, after: int) -> Floats:
         """The bottlenecks from the begins of workers on."""
@@ -245,11 +232,11 @@ class _PlansThroughRows:
         used: int,
         own: int,
         value: float,
-    ) -> ReplicatedPath:
+    ) -> Path:
         """The path that reaches a value."""
         cuts, replicas, row, front = [self.start[0]], [own], 0, 0
         while (after := used - own) > 0:
-            edges = self._edges(stages[level], max(front, 1) if len(replicas) > 1 else 0, own, after)
+            edges = self._edges(Slot(max(front, 1) if len(replicas) > 1 else 0, own, after), stages[level])
             level -= not self.search.chained
             table = levels[level]
             ends, costs = edges.of(row)
@@ -257,21 +244,19 @@ class _PlansThroughRows:
             cuts.append(self.rows[row])
             used, own, front = after, int(table.replicas[after][row]), total - after
             replicas.append(own)
-        return ReplicatedPath(np.array([*cuts, self.end[0]]), tuple(replicas), value)
+        return Path(np.array([*cuts, self.end[0]]), value, tuple(replicas))
 
-    def _edges(self, stage: StageDemands, front: int, own: int, after: int) -> _PricedWorkers:
-        """All workers within the bound with `own` replicas; those that begin at the start if `front` is 0."""
+    def _edges(self, slot: Slot, stage: StageDemands) -> _PricedWorkers:
+        """All workers within the bound in a slot; those that begin at the start if there are none before it."""
         setting, limited = self.search.setting, self.search.limited
-        place = (front > 0, own, after > 0, front % self.size, stage.owned_ms)
-        holds = (stage.owned_factor, *setting.holds(stage, own, own + after, front + own + after)) if limited else ()
-        if (asked := (*place, *holds)) not in self.known:
-            if place not in self.terms:
-                self._time(place[0], own, place[2])
-            terms = self.terms[place]
-            if (key := (*terms, *holds)) not in self.priced:
-                self.priced[key] = self._fitting(self.timed[terms], *setting.around(stage, front, own, after))
-            self.known[asked] = self.priced[key]
-        return self.known[asked]
+        kind = (slot.before > 0, slot.own, slot.after > 0, slot.before % self.size, stage.owned_ms)
+        held = (stage.owned_factor, *setting.held_in(slot, stage)) if limited else ()
+        if kind not in self.timed_in:
+            self._time(kind[0], slot.own, kind[2])
+        timed = self.timed_in[kind]
+        if (key := (id(timed), *held)) not in self.priced:
+            self.priced[key] = self._fitting(timed, *setting.worker_in(slot, stage))
+        return self.priced[key]
 
     def _fitting(self, timed: _TimedWorkers, workers: Workers, worker: int) -> _PricedWorkers:
         """The workers that are within the bound, and within memory."""
@@ -290,12 +275,13 @@ class _PlansThroughRows:
             follows, leads: whether there are workers in front of it, and after it.
         """
         search, new = self.search, dict[tuple[object, ...], tuple[CostModel, int]]()
+        kinds: dict[tuple[float, ...], tuple[object, ...]] = {}
         for rate, stage in self.rates.items():
             for front in range(1, max(min(self.size, search.processes - own - leads), 1) + 1) if follows else (0,):
-                workers, worker = search.setting.around(stage, front, own, int(leads))
+                workers, worker = search.setting.worker_in(Slot(front, own, int(leads)), stage)
                 costs = search.costs.with_workers(workers)
                 terms = (follows, leads, *costs.terms(worker))
-                self.terms[follows, own, leads, front % self.size, rate] = terms
+                kinds[follows, own, leads, front % self.size, rate] = terms
                 if terms not in self.timed:
                     new[terms] = costs, worker
         parts: dict[tuple[object, ...], list[_TimedWorkers]] = {terms: [] for terms in new}
@@ -307,6 +293,7 @@ class _PlansThroughRows:
                 timed = _TimedWorkers(i, j, times, held)
                 parts[terms].append(for_each(lambda known, good=good: known[good], timed))
         self.timed |= {terms: for_each(lambda *arrays: np.concatenate(arrays), *some) for terms, some in parts.items()}
+        self.timed_in |= {kind: self.timed[terms] for kind, terms in kinds.items()}
 
     def _pairs(
         self, follows: bool, leads: bool, priced: Sequence[tuple[CostModel, int]]

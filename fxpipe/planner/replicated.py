@@ -17,12 +17,12 @@ from itertools import groupby
 
 import numpy as np
 
-from fxpipe.planner.candidates import MODES, Positions, positions, window, with_choices, within
+from fxpipe.planner.candidates import MODES, Positions, in_turn, positions, window, with_choices, within
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.partition import Partition, TooLittleMemory, boundaries, of_rows, partitions
 from fxpipe.planner.profile import Profile
-from fxpipe.planner.replica_search import ReplicaSearch, ReplicatedPath, TooManyPairs
-from fxpipe.planner.search import EPSILON
+from fxpipe.planner.replica_search import ReplicaSearch, TooManyPairs
+from fxpipe.planner.search import EPSILON, Path
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.sums_over_runs import Places
 from fxpipe.planner.workers import Workers
@@ -33,7 +33,6 @@ _FEW = 40  # shared positions of the first search, which only bounds the next
 _FEW_PROCESSES = 16  # up to so many, workers have any number of replicas, and plans leave any number of processes out
 _WORKERS = 16  # of more processes, plans of more workers are looked at only if none of fewer fits
 _ROUNDS = 6
-_WORTH = 2e-4  # an improvement below this is not worth another round
 _OFFSETS = (tuple(range(-4, 5)), (-34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34), (-2, -1, 0, 1, 2))
 _SHORT_OFFSETS = ((-2, -1, 0, 1, 2), (-13, -5, -2, 0, 2, 5, 13), (-1, 0, 1))
 
@@ -66,16 +65,16 @@ def replicated_partitions(
     counts = [most] if processes <= _FEW_PROCESSES else [min(_WORKERS << i, most) for i in range(most.bit_length())]
     for workers in dict.fromkeys(counts):
         search = _SearchByModes(profile, setting, processes, workers, say, budget)
-        found: dict[str, Partition] = {}
+        by_mode: dict[str, Partition] = {}
         best: Partition | None = None
         for mode in MODES[: MODES.index(wanted[-1]) + 1]:
-            made = search.best(mode, best)
-            if made is not None:
-                best = made
+            partition = search.best(mode, best)
+            if partition is not None:
+                best = partition
                 if mode in wanted:
-                    found[mode] = made
-        if wanted[-1] in found:
-            return found
+                    by_mode[mode] = partition
+        if wanted[-1] in by_mode:
+            return by_mode
     raise TooLittleMemory(
         f"no {wanted[-1]} plan for {processes} processes was found that fits into memory",
         hint="give them more memory, or use more processes",
@@ -172,7 +171,7 @@ class _SearchByModes:
                 self._keep(exact)
                 searched = True
                 if self.few:  # else other numbers of replicas could be better
-                    least = min([bound, *(1e3 * found.bottleneck for found in exact)])
+                    least = min([bound, *(1e3 * partition.bottleneck for partition in exact)])
         if not searched:
             self._improve(mode, where)
         elif (
@@ -185,14 +184,7 @@ class _SearchByModes:
         if narrower is not None and self._seconds(narrower) <= self._seconds(chosen) * (1 + EPSILON):
             chosen = narrower
         least = min(least / 1e3, chosen.bottleneck)
-        columns = (chosen.forward, chosen.backward, chosen.weights if mode == "three-way" else chosen.backward)
-        return replace(
-            chosen,
-            mode=mode,
-            weights=columns[2],
-            ideal=self.ideal / 1e3,
-            lower_bound=least,
-        )
+        return replace(chosen, mode=mode, ideal=self.ideal / 1e3, lower_bound=least)
 
     def _start(self, mode: str, where: Positions) -> None:
         """A first plan: the best of a few shared cuts; if none of them fits, of a pipeline without replicas."""
@@ -236,9 +228,9 @@ class _SearchByModes:
             paths = sorted(paths, key=lambda path: path.bottleneck)[:1]
         return [self._found(path) for path in paths]
 
-    def _found(self, path: ReplicatedPath) -> Partition:
+    def _found(self, path: Path) -> Partition:
         workers = self.setting.workers(len(path.replicas), path.replicas)
-        return of_rows(self.costs.with_workers(workers), "three-way", path.cuts)
+        return of_rows(self.costs.with_workers(workers), path.cuts, "three-way")
 
     def _all(self, mode: str, where: Positions, bound: float) -> Places | None:
         """All boundaries that plans within the bound can have; None if there are too many."""
@@ -260,19 +252,14 @@ class _SearchByModes:
         patterns: tuple[tuple[int, ...], ...] = _OFFSETS if self.few and mode != "three-way" else _SHORT_OFFSETS
         if mode == "same":
             patterns = (tuple(range(-60, 61)), tuple(8 * o for o in _OFFSETS[1]), tuple(range(-20, 21)))
-        fruitless = 0
-        for turn in range(_ROUNDS if self.few else len(patterns)):
-            if not self.known:
-                return
-            before = self._seconds(self.known[-1])
-            self.say(f"{mode}: {1e3 * before / self.setting.microbatches:.3f} ms a microbatch after {turn} rounds")
+        if not self.known:
+            return
+        for turn, offsets in in_turn(patterns, _ROUNDS if self.few else len(patterns), self._bound):
+            self.say(f"{mode}: {self._bound():.3f} ms a microbatch after {turn} rounds")
             self._improve_cuts(mode, self.known[-1].replicas)
-            rows = self._near(mode, where, patterns[turn % len(patterns)])
+            rows = self._near(mode, where, offsets)
             with suppress(TooManyPairs):
                 self._keep(self._through(rows, self._bound(), self.budget))
-            fruitless = 0 if self._seconds(self.known[-1]) < before * (1 - _WORTH) else fruitless + 1
-            if fruitless >= len(patterns):
-                return
 
     def _improve_cuts(self, mode: str, replicas: tuple[int, ...]) -> None:
         """The best cuts of the mode for given replicas, if they were not looked for before."""

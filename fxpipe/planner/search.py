@@ -30,10 +30,16 @@ Join = Callable[[Floats, Floats, Floats], Floats]
 
 @dataclass(frozen=True)
 class Path:
-    """A plan: a row (f, b, w, r) of `cuts` for each of the N + 1 boundaries, and its slowest worker's cost."""
+    """A plan: a row (f, b, w, r) of `cuts` for each of the N + 1 boundaries, and its slowest worker's cost.
+
+    Attributes:
+        bottleneck: in milliseconds.
+        replicas: of each worker; empty means one each.
+    """
 
     cuts: Places
     bottleneck: float
+    replicas: tuple[int, ...] = ()
 
 
 def least_bottleneck(
@@ -99,7 +105,7 @@ def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, j
     reached = layers[0]
     for k in range(len(layers) - 1):
         begins, ends = reached, layers[k + 1]
-        found = np.full(len(ends), np.inf)
+        least = np.full(len(ends), np.inf)
         origin = np.full(len(ends), -1)
         rows = max(1, _CHUNK // max(len(begins), 1))
         for start in range(0, len(ends), rows):
@@ -120,13 +126,13 @@ def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, j
             total = join(value[i], cost, traffic)
             order = np.lexsort((total, j))
             first = order[np.concatenate([[True], np.diff(j[order]) > 0])]
-            found[start + j[first]] = total[first]
+            least[start + j[first]] = total[first]
             origin[start + j[first]] = i[first]
         alive = np.flatnonzero(origin >= 0)
         if not len(alive):
             return None
         came_from.append((alive, origin[alive]))
-        reached, value = ends[alive], found[alive]
+        reached, value = ends[alive], least[alive]
     at = int(np.argmin(value))
     best = float(value[at])
     path = []
@@ -156,6 +162,6 @@ def _priced(costs: CostModel, worker: int, of: Candidates, aim: Aim) -> tuple[Fl
     if aim == "memory":
         memory = costs.memory(worker, of) / costs.workers.memory[worker]
         return memory, memory
-    found = costs.price(worker, of)
+    prices = costs.price(worker, of)
     apart = np.abs(of.ends[:, 0] - of.ends[:, 1]) + np.abs(of.ends[:, 0] - of.ends[:, 2])
-    return found.cost, found.wire + found.waits + 1e-9 * apart
+    return prices.cost, prices.wire + prices.waits + 1e-9 * apart

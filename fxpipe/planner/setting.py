@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
-from fxpipe.planner.links import Links
-from fxpipe.planner.workers import Machines, Ratios, Recomputation, Workers
+from fxpipe.planner.workers import Conditions, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.costs import seconds_per_owned_byte
@@ -41,44 +41,40 @@ class StageDemands:
     flush: bool
 
 
+class Slot(NamedTuple):
+    """A worker's processes, those of the workers before it, and those of the workers after it."""
+
+    before: int
+    own: int
+    after: int
+
+
 @dataclass(frozen=True)
-class Setting:
-    """What a profile is planned for, with any number of workers.
+class Setting(Conditions):
+    """What a profile is planned for, with any number of workers. `microbatches` are those of one replica of `dp`.
 
     Attributes:
-        schedule, policy, microbatches: decide what each worker holds; None means the schedule's default policy.
-        links: between ranks.
+        schedule, policy: decide what each worker holds; None means the schedule's default policy.
         speeds, memory: of each rank; empty means equal and without limit. Workers of a rank share its memory: one half
             equally, for weights, the other in proportion to the microbatches that they hold when the rank holds most.
         optimizer_bytes: bytes of optimizer state for each byte of weights.
         outer_bytes: bytes that outer steps keep for each byte of weights.
         policy_times: the times of policies' work on weights.
-        ratios: how many bytes travel for each byte, where codecs pack values.
         placement: the rank of each worker; for another number of workers, the schedule's usual placement.
         rows: of a schedule that was read from a file, as `Plan.rows`.
-        recompute: what backwards may compute again to save memory.
-        dp: how many replicas each worker has; `microbatches` are those of one.
         replicas: the number of each worker's replicas, if they differ; they share the microbatches.
-        machines, evenly: as in `Workers`.
     """
 
     schedule: str = "async"
     policy: str | None = None
-    microbatches: int = 1
-    links: Links = field(default_factory=Links)
     speeds: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
     outer_bytes: float = 0.0
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
-    ratios: Ratios = field(default_factory=Ratios)
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
-    recompute: Recomputation = "none"
-    dp: int = 1
     replicas: tuple[int, ...] = ()
-    machines: Machines | None = None
-    evenly: bool = False
 
     def schedule_of(self, count: int) -> Schedule:
         """The schedule of `count` workers.
@@ -88,8 +84,9 @@ class Setting:
         """
         if self.rows:
             return from_csv("\n".join(self.rows), title=self.schedule)
-        made = make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
-        return with_replicas(made, self.replicas) if len(self.replicas) == count else made
+        placement = self.placement if len(self.placement) == count else ()
+        schedule = make(self.schedule, count, self.microbatches, placement)
+        return with_replicas(schedule, self.replicas) if len(self.replicas) == count else schedule
 
     def memory_of(self, ranks: int) -> tuple[float, ...]:
         """The memory of each of `ranks` ranks; empty without limit."""
@@ -124,15 +121,11 @@ class Setting:
             count,
             speeds=tuple(speeds[rank] for rank in placement) if speeds else (),
             memory=tuple(memory[rank] * share for rank, share in zip(placement, shares, strict=True)) if memory else (),
-            links=self.links.on(placement),
-            microbatches=self.microbatches,
             in_flight=tuple(stage.held for stage in stages),
             owned_factor=tuple(stage.owned_factor for stage in stages),
             owned_ms=tuple(stage.owned_ms for stage in stages),
-            ratios=self.ratios,
             deferred=tuple(stage.deferred for stage in stages),
-            recompute=self.recompute,
-            dp=self.dp,
+            **self.shared | {"links": self.links.on(placement)},
         )
 
     def stages_of(self, count: int) -> tuple[StageDemands, ...]:
@@ -143,36 +136,24 @@ class Setting:
         """
         return _known_stages(self, count)
 
-    def around(self, stage: StageDemands, front: int, own: int, after: int) -> tuple[Workers, int]:
-        """One worker of a plan, between one that stands for all before it and one that stands for all after it.
+    def worker_in(self, slot: Slot, stage: StageDemands) -> tuple[Workers, int]:
+        """A worker of which the schedule asks this, between one worker that stands for all before it and one that
+        stands for all after it; and its number among these workers, 0 or 1."""
+        replicas = tuple(count for count in slot if count)
+        return self._of([stage] * len(replicas), replicas), int(slot.before > 0)
 
-        Args:
-            stage: what is asked of the worker.
-            front, own, after: the processes before it, its own, and those after it.
-
-        Returns:
-            these workers, and its place among them, 0 or 1.
-        """
-        replicas = tuple(count for count in (front, own, after) if count)
-        return self._of([stage] * len(replicas), replicas, [own + after] * len(replicas)), int(front > 0)
-
-    def holds(self, stage: StageDemands, own: int, left: int, processes: int) -> tuple[int, int, int]:
+    def held_in(self, slot: Slot, stage: StageDemands) -> tuple[int, int, int]:
         """The most microbatches of a replica: that it holds, that are between B and W, and for which it holds what the
         worker before it saved.
 
         In 1F1B, worker k of N holds N − k microbatches, so that each worker from it on has one. If these workers have
         more processes, it holds more in proportion, and its replicas share them. With a flush, a replica holds at most
         its own microbatches of a minibatch.
-
-        Args:
-            stage: what is asked of its worker.
-            own: the worker's processes.
-            left: processes from the worker's first one to the last worker's last.
-            processes: of all workers.
         """
-        alone, most = stage.depth * own, -(-self.microbatches // own)
-        found = (-(-count // alone) for count in (stage.held * left, stage.deferred * left, stage.held * processes))
-        held, deferred, before = (min(count, most) if stage.flush else count for count in found)
+        alone, most, left = stage.depth * slot.own, -(-self.microbatches // slot.own), slot.own + slot.after
+        counts = (stage.held * left, stage.deferred * left, stage.held * sum(slot))
+        shares = (-(-count // alone) for count in counts)
+        held, deferred, before = (min(share, most) if stage.flush else share for share in shares)
         return held, deferred, before
 
     def _stages(self, schedule: Schedule) -> tuple[StageDemands, ...]:
@@ -199,42 +180,32 @@ class Setting:
                 f"schedule '{self.schedule}' has several workers in each process, so they cannot have replicas",
                 hint="take a schedule with one worker in each process: async, 1f1b, gpipe",
             )
-        if len(replicas) != schedule.workers:
-            raise CutError(
-                f"there are {len(replicas)} numbers of replicas for {schedule.workers} workers",
-                hint="give one number for each worker",
-            )
         if max(replicas) > self.microbatches:
             raise CutError(
                 f"{max(replicas)} replicas of a worker cannot share {self.microbatches} microbatches",
                 hint="give as many microbatches as there are replicas, or more",
             )
-        after = [sum(replicas[k:]) for k in range(len(replicas))]
-        return self._of(_known_stages(self, schedule.workers), replicas, after)
+        return self._of(_known_stages(self, schedule.workers), replicas)
 
-    def _of(self, stages: Sequence[StageDemands], replicas: tuple[int, ...], after: Sequence[int]) -> Workers:
-        """Workers with replicas; `after` counts, for each, the processes from its first one to the last worker's."""
+    def _of(self, stages: Sequence[StageDemands], replicas: tuple[int, ...]) -> Workers:
+        """Workers with replicas."""
         for name, values in (("speeds", self.speeds), ("memory", self.memory)):
             if len(set(values)) > 1:
                 raise CutError(f"the {name} of processes differ", hint="replicas need equal processes")
-        count, processes = len(replicas), sum(replicas)
-        found = Workers(
+        count = len(stages)
+        slots = [Slot(sum(replicas[:k]), replicas[k], sum(replicas[k + 1 :])) for k in range(len(replicas))]
+        workers = Workers(
             count,
             speeds=self.speeds[:1] * count,
             memory=self.memory[:1] * count,
-            links=self.links,
-            microbatches=self.microbatches,
             owned_factor=tuple(stage.owned_factor for stage in stages),
             owned_ms=tuple(stage.owned_ms for stage in stages),
-            ratios=self.ratios,
-            recompute=self.recompute,
             replicas=replicas,
-            evenly=self.evenly,
-            machines=self.machines,
+            **self.shared | {"dp": 1},
         )
-        holds = [self.holds(s, r, left, processes) for s, r, left in zip(stages, replicas, after, strict=True)]
-        in_flight, deferred, before = zip(*holds, strict=True)
-        return replace(found, in_flight=in_flight, deferred=deferred, in_flight_before=before)
+        held = [self.held_in(slot, stage) for slot, stage in zip(slots, stages, strict=True)]
+        in_flight, deferred, before = zip(*held, strict=True)
+        return replace(workers, in_flight=in_flight, deferred=deferred, in_flight_before=before)
 
 
 @lru_cache(maxsize=64)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
-from fxpipe.planner.crossing import Crossing
-from fxpipe.planner.profile import Profile, SavingLevel
-from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, both, hull, prefix, total
+from fxpipe.planner.profile import Profile, SavingLevel, Unit
+from fxpipe.planner.sums_over_runs import Crossing, Floats, Maximum, Places, Span, Trim, both, hull, prefix, total
 
 
 class MismatchedRuns(NamedTuple):
@@ -34,6 +33,26 @@ class MismatchedRuns(NamedTuple):
     saved: Floats
 
 
+class SavedSums:
+    """Bytes that forwards save for B and for W of the same units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        of_b = [u.saved_bytes - u.weight_saved_bytes for u in units]
+        of_w = [u.saved_bytes if u.weight_ms > 0 else 0.0 for u in units]
+        self._of_b, self._of_w = prefix(of_b), prefix(of_w)
+        self._of_both = prefix([size if u.weight_ms > 0 else 0.0 for size, u in zip(of_b, units, strict=True)])
+        self._reads_for_b, self._reads_for_w = Trim([size > 0 for size in of_b]), Trim([size > 0 for size in of_w])
+
+    def of(self, backward: Span, weight: Span) -> Floats:
+        """What B of some units and W of some units read."""
+        twice = total(self._of_both, both(backward, weight))
+        return total(self._of_b, backward) + total(self._of_w, weight) - twice
+
+    def hull(self, backward: Span, weight: Span) -> Span:
+        """From the first of these units that saves something for them to the last."""
+        return hull(self._reads_for_b(backward), self._reads_for_w(weight))
+
+
 class UnitSums:
     """Sums over the units of a profile, for a number of microbatches.
 
@@ -52,22 +71,12 @@ class UnitSums:
         self.backward = prefix([u.backward_ms for u in units])
         self.weight = prefix([u.weight_ms + u.update_ms / microbatches for u in units])
         self.update = prefix([u.update_ms / microbatches for u in units])
-        works = [u.weight_ms > 0 for u in units]
-        self._saved_b = prefix([u.saved_bytes - u.weight_saved_bytes for u in units])
-        self._saved_w = prefix([u.saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
-        self._saved_both = prefix(
-            [u.saved_bytes - u.weight_saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)]
-        )
+        self.saved = SavedSums(units)
         self._fixed = prefix([u.fixed_bytes for u in units])
-        self.handed = prefix([u.gradient_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
+        self.handed = prefix([u.gradient_bytes if u.weight_ms > 0 else 0.0 for u in units])
         self.parameters = prefix([u.parameter_bytes for u in units])
         self.frozen = prefix([u.frozen_bytes for u in units])
-        owns = [w or u.parameter_bytes > 0 or u.update_ms > 0 for w, u in zip(works, units, strict=True)]
-        self.owning = Trim(owns)
-        self._saving = (
-            Trim([u.saved_bytes > u.weight_saved_bytes for u in units]),
-            Trim([w and u.saved_bytes > 0 for w, u in zip(works, units, strict=True)]),
-        )
+        self.owning = Trim([u.weight_ms > 0 or u.parameter_bytes > 0 or u.update_ms > 0 for u in units])
         self.temporary = Maximum([u.temporary_bytes for u in units])
         self._levels = tuple(_LevelSums.of(level) for level in levels_of(profile))
         self._keeps_entering = any(u.levels for u in units)
@@ -95,23 +104,18 @@ class UnitSums:
 
     def received(self, chain: int, begins: Places, ends: Places) -> Floats:
         """Bytes of activations (chain 0) or gradients (1) that arrive at runs of units, in the chain's direction."""
-        found = self._lookup[chain]
-        return found.bytes[found.row[begins], found.column[ends]]
+        crossing = self._lookup[chain]
+        return crossing.bytes[crossing.row[begins], crossing.column[ends]]
 
     def run(self, backward: Span, weight: Span, again: Places) -> MismatchedRuns:
         """A run of units with B or W on one side of a boundary and F on the other."""
-        saved = self.saved(backward, weight)
-        first, end = hull(self._saving[0](backward), self._saving[1](weight))
+        saved = self.saved.of(backward, weight)
+        first, end = self.saved.hull(backward, weight)
         entering = np.where(end > first, self._entering[first] + total(self._fixed, (first, end)), 0.0)
         repeated = (again > 0) & (end > first)
         return MismatchedRuns(
             first, end, np.where(repeated, entering, saved), repeated, total(self.forward, (first, end)), saved
         )
-
-    def saved(self, backward: Span, weight: Span) -> Floats:
-        """Saved bytes that B of some units and W of some units read."""
-        twice = total(self._saved_both, both(backward, weight))
-        return total(self._saved_b, backward) + total(self._saved_w, weight) - twice
 
     def kept(self, level: int, own: Span, plain: Floats, elsewhere: Floats) -> tuple[Floats, Floats, Floats, Floats]:
         """The last four columns of `Holdings` at a level.
@@ -143,8 +147,8 @@ class _CrossingBytes(NamedTuple):
     def of(count: int, chain: Crossing, begins: Places, ends: Places) -> _CrossingBytes:
         places = np.unique(begins), np.unique(ends)
         at = [np.zeros(count + 1, dtype=np.int64) for _ in places]
-        for numbers, known in zip(at, places, strict=True):
-            numbers[known] = np.arange(len(known))
+        for numbers, positions in zip(at, places, strict=True):
+            numbers[positions] = np.arange(len(positions))
         return _CrossingBytes(at[0], at[1], chain.table(*places))
 
 
@@ -163,15 +167,15 @@ def levels_of(profile: Profile) -> tuple[tuple[SavingLevel, ...], ...]:
     for v in profile.activations:
         for reader in v.readers:
             inputs[reader] += v.bytes
-    found = []
+    level = []
     for u, entering in zip(units, inputs, strict=True):
         kept = entering + u.fixed_bytes
         if kept < u.saved_bytes:
             of_weights = u.saved_bytes if u.weight_ms else 0.0
-            found.append(SavingLevel(kept, u.forward_ms, u.saved_bytes, u.saved_bytes, of_weights))
+            level.append(SavingLevel(kept, u.forward_ms, u.saved_bytes, u.saved_bytes, of_weights))
         else:
-            found.append(SavingLevel(u.saved_bytes, 0.0))
-    return (tuple(found),)
+            level.append(SavingLevel(u.saved_bytes, 0.0))
+    return (tuple(level),)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from fxpipe.errors import CutError
 from fxpipe.planner.links import Links
@@ -49,29 +49,50 @@ class Machines:
         return tuple(min(end, (m + 1) * self.size) - max(first, m * self.size) for m in machines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all workers share, however many there are.
+
+    Attributes:
+        links: between workers; with `machines`, between these.
+        microbatches: per minibatch; updates and weight copies come once for all of them.
+        ratios: how many bytes travel for each byte, where codecs pack values.
+        recompute: what backwards may compute again to save memory.
+        dp: how many copies of the pipeline train together, each on its own microbatches; gradients are added up over
+            the copies of a worker.
+        machines: the machines of the processes, numbered from worker 0's first on.
+        evenly: whether replicas count as sharing microbatches evenly, even if their number does not divide them.
+    """
+
+    links: Links = field(default_factory=Links)
+    microbatches: int = 1
+    ratios: Ratios = field(default_factory=Ratios)
+    recompute: Recomputation = "none"
+    dp: int = 1
+    machines: Machines | None = None
+    evenly: bool = False
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """These, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Conditions)}
+
+
 @dataclass(frozen=True)
-class Workers:
+class Workers(Conditions):
     """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
 
     Attributes:
         count: how many there are.
         speeds: relative to the device that was measured.
         memory: bytes of each; inf for no limit.
-        links: between them.
-        microbatches: per minibatch; updates and weight copies come once for all of them.
         in_flight: the most microbatches that each worker holds; empty means N−k (1F1B).
         deferred: the most of these that are between B and W at once, if W is separate; empty means none.
-        recompute: what their backwards may compute again to save memory.
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it in addition to the optimizer's update.
-        ratios: how many bytes travel for each byte.
         replicas: processes of each worker, which do its microbatches in turn; empty means one each. Speeds and memory
             are those of each process, and `in_flight` and `deferred` count what one process holds.
-        dp: how many copies of this pipeline train together, each on its own microbatches; gradients are added up over
-            the copies of a worker.
-        evenly: whether replicas count as sharing microbatches evenly, even if their number does not divide them.
-        machines: the machines of the processes, numbered from worker 0's first on; `links` are then between machines.
         in_flight_before: the most microbatches for which a process holds what the worker before it saved; empty means
             as many as that worker holds.
     """
@@ -79,18 +100,11 @@ class Workers:
     count: int
     speeds: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
-    links: Links = field(default_factory=Links)
-    microbatches: int = 1
     in_flight: tuple[int, ...] = ()
     owned_factor: tuple[float, ...] = ()
     owned_ms: tuple[float, ...] = ()
-    ratios: Ratios = field(default_factory=Ratios)
     deferred: tuple[int, ...] = ()
-    recompute: Recomputation = "none"
     replicas: tuple[int, ...] = ()
-    dp: int = 1
-    evenly: bool = False
-    machines: Machines | None = None
     in_flight_before: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,10 +120,10 @@ class Workers:
             "deferred": (0,) * n,
         }
         for name, default in defaults.items():
-            given = getattr(self, name) or default
-            if len(given) != n:
-                raise CutError(f"there are {len(given)} values of {name} for {n} workers")
-            object.__setattr__(self, name, tuple(given))
+            values = getattr(self, name) or default
+            if len(values) != n:
+                raise CutError(f"there are {len(values)} values of {name} for {n} workers")
+            object.__setattr__(self, name, tuple(values))
         if not self.in_flight_before:
             object.__setattr__(self, "in_flight_before", (self.in_flight[0], *self.in_flight[:-1]))
         if self.replicas:
@@ -124,7 +138,10 @@ class Workers:
 
     def _check_replicas(self) -> None:
         if len(self.replicas) != self.count or min(self.replicas) < 1:
-            raise CutError(f"replicas {self.replicas} must be one number above 0 for each of {self.count} workers")
+            raise CutError(
+                f"there are {len(self.replicas)} numbers of replicas for {self.count} workers",
+                hint="give one number above 0 for each worker",
+            )
         matrices = isinstance(self.links.bandwidth, tuple) or isinstance(self.links.latency, tuple)
         if matrices and self.processes > self.count:
             raise CutError("with a matrix of links, every worker must have one replica", hint="give one bandwidth")
@@ -140,8 +157,8 @@ class Workers:
 
     def own_microbatches(self, worker: int) -> float:
         """How many of a minibatch's microbatches the busiest of its processes does."""
-        own = self.microbatches / self.replicas_of(worker)
-        return own if self.evenly else math.ceil(own)
+        share = self.microbatches / self.replicas_of(worker)
+        return share if self.evenly else math.ceil(share)
 
     @property
     def rates(self) -> tuple[float, ...]:

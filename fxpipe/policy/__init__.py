@@ -54,12 +54,12 @@ def register(kind: _Kind) -> _Kind:
                 f"option '{field.name}' of policy '{name}' is not a switch", hint="its default must be True or False"
             )
     for method in ("lag", "ahead", "read_as", "check"):
-        own, wanted = (signature(getattr(each, method)) for each in (kind, Policy))
+        form, base = (signature(getattr(class_, method)) for class_ in (kind, Policy))
         try:
-            own.bind(*wanted.parameters)
+            form.bind(*base.parameters)
         except TypeError as error:
             raise PolicyError(
-                f"policy '{name}': {method}{own} cannot be called as fxpipe calls it", hint=f"def {method}{wanted}"
+                f"policy '{name}': {method}{form} cannot be called as fxpipe calls it", hint=f"def {method}{base}"
             ) from error
     POLICIES[name] = kind
     return kind
@@ -78,15 +78,15 @@ def make(text: str) -> Policy:
             hint=f"give one of: {', '.join(POLICIES)}, or one that the model file registers; options follow a plus: "
             "pipeoptim+keep",
         )
-    known = POLICIES[name].options()
+    options_of_policy = POLICIES[name].options()
     for option in options:
         if not option:
-            raise PolicyError(f"'{text}' lacks an option after +", hint=f"{name} has: {', '.join(known)}")
-        if option not in known:
+            raise PolicyError(f"'{text}' lacks an option after +", hint=f"{name} has: {', '.join(options_of_policy)}")
+        if option not in options_of_policy:
             others = [other for other, kind in POLICIES.items() if option in kind.options()]
-            hint = f"{name} has: {', '.join(known)}"
+            hint = f"{name} has: {', '.join(options_of_policy)}"
             raise PolicyError(
-                f"policy '{name}' has no option '{option}'{near(option, known)}",
+                f"policy '{name}' has no option '{option}'{near(option, options_of_policy)}",
                 hint=hint + (f"; {option} goes with: {', '.join(others)}" if others else ""),
             )
     repairs = tuple(repair for repair in REPAIRS.values() if repair.name in options)

@@ -75,11 +75,11 @@ class CopyMessages:
         every = self.demand.messages(owner, reader, version, start, None, since)
         if len(every) == len(read):
             return read
-        wanted = {message.ahead for message in read}
+        ahead = {message.ahead for message in read}
         for later in self.sent(owner, reader, version + 1, filling, stop):
             if self.differences(owner, reader, version + 1, later.ahead, filling):
-                wanted.add(later.ahead)
-        return [message for message in every if message.ahead in wanted]
+                ahead.add(later.ahead)
+        return [message for message in every if message.ahead in ahead]
 
     def kept_up(self, owner: int, reader: int, version: int, filling: Filling) -> list[WeightMessage]:
         """The messages of a version in an endless run: the owner keeps their state even if it does not send them."""

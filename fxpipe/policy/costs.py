@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 
 from fxpipe.plan.cost_records import PolicyTimes
@@ -23,10 +22,10 @@ def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     if schedule.synchronous and not policy.predicts:
         return (0.0,) * schedule.workers
     return tuple(
-        remembered + _held(policy, versions, worker) + kept
+        remembered + _held(policy, versions, worker) + of_repairs
         for worker in range(schedule.workers)
         for versions in [own_versions(schedule.of_worker(worker), worker)]
-        for kept in [sum(repair.copies(delay(policy, versions, worker)) for repair in policy.repairs)]
+        for of_repairs in [sum(repair.copies(delay(policy, versions, worker)) for repair in policy.repairs)]
     )
 
 
@@ -37,27 +36,14 @@ def delay(policy: Policy, versions: Versions, worker: int) -> int:
 
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:
-    schedule = versions.schedule
-    row = list(schedule.until(worker, 3 * schedule.filling + 4))
-    seen = [sight(policy, versions, action, worker) for action in row]
-    left = Counter(seen)
-    of_version: dict[int, set[tuple[int, int]]] = {}
-    for key in left:
-        of_version.setdefault(key[0], set()).add(key)
-    held: set[tuple[int, int]] = set()
-    most = live = 0
-    for action, key in zip(row, seen, strict=True):
-        held.add(key)
-        if live:  # before the first update predictions are the live weights
-            most = max(most, len(held - {(live, 0)}))
-        left[key] -= 1
-        if not left[key]:
-            held.discard(key)
-        if schedule.updated_by(action) is not None:
-            held |= {key for key in of_version.get(live, ()) if left[key]}  # also those that are freed now
-            live += 1
-            most = max(most, len(held - {(live, 0)}))
-    return most
+    """What it holds of a parameter of one byte."""
+    from fxpipe.policy.held_weights import HeldInRow  # loads torch, which --help does not
+
+    end = 3 * versions.schedule.filling + 4
+    held = HeldInRow(versions.schedule, list(versions.schedule.until(worker, end)), {"": 1})
+    for (version, ahead), reads in _reads(policy, versions, worker, end).items():
+        held.own(version, ahead, reads)
+    return max(held.totals())
 
 
 def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTimes) -> tuple[float, ...]:
@@ -66,15 +52,15 @@ def seconds_per_owned_byte(policy: Policy, schedule: Schedule, times: PolicyTime
         return (0.0,) * schedule.workers
     prediction = times.repetition if policy.weight_form else times.prediction
     return tuple(
-        predictions(policy, own, worker) * prediction
+        predictions(policy, alone, worker) * prediction
         + sum(
             seconds
             for repair in policy.repairs
             for name, seconds in times.repairs
-            if name == repair.name and repair.works(delay(policy, own_versions(own, worker), worker))
+            if name == repair.name and repair.works(delay(policy, own_versions(alone, worker), worker))
         )
         for worker in range(schedule.workers)
-        for own in [schedule.of_worker(worker)]
+        for alone in [schedule.of_worker(worker)]
     )
 
 
@@ -84,13 +70,14 @@ def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
 
     Actions that see the same version, predicted equally far, share one prediction.
     """
-    versions = own_versions(schedule, worker)
-    late = 3 * schedule.filling + 4
-    seen: list[set[tuple[int, int]]] = [set(), set()]
-    for action in schedule.until(worker, late + 1):
-        version, ahead = sight(policy, versions, action, worker)
-        if ahead:
-            seen[1].add((version, ahead))
-            if action.minibatch < late:
-                seen[0].add((version, ahead))
-    return len(seen[1]) - len(seen[0])
+    versions, late = own_versions(schedule, worker), 3 * schedule.filling + 4
+    before, after = (_reads(policy, versions, worker, end) for end in (late, late + 1))
+    return sum(ahead > 0 for _, ahead in after) - sum(ahead > 0 for _, ahead in before)
+
+
+def _reads(policy: Policy, versions: Versions, worker: int, end: int) -> dict[tuple[int, int], dict[str, list[int]]]:
+    """By version and prediction distance, where the minibatches before the end read the worker's own weights."""
+    reads: dict[tuple[int, int], dict[str, list[int]]] = {}
+    for place, action in enumerate(versions.schedule.until(worker, end)):
+        reads.setdefault(sight(policy, versions, action, worker), {}).setdefault("", [place, place])[1] = place
+    return reads

@@ -121,12 +121,12 @@ class Demand:
 
     def delays(self, owner: int) -> dict[str, int]:
         """By parameter of `owner`: how many updates late its gradients are in steady state, at most."""
-        found: dict[str, int] = {}
+        delays: dict[str, int] = {}
         for worker in range(self.plan.workers):
             for reading in (r for r in self.readings(worker, "F") if r.owner == owner):
                 for name in reading.names:
-                    found[name] = max(found.get(name, 0), *reading.lags)
-        return found
+                    delays[name] = max(delays.get(name, 0), *reading.lags)
+        return delays
 
     def reach(self, owner: int) -> int:
         """How many updates back any worker reads `owner`'s weights."""

@@ -8,15 +8,18 @@ of past steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import LOOKAHEAD, Action
+from fxpipe.schedule.base import Schedule
 
 _Key = tuple[int, int, int]  # owner, version, ahead
+Reads = dict[str, list[int]]
+"""By name, the places in a row of the first and the last action that read a weight."""
 
 
 @dataclass(frozen=True)
@@ -39,49 +42,85 @@ def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[Hel
     return _WeightsOfRow(demand, worker, row).all()
 
 
-class _WeightsOfRow:
-    """Intervals of places, [first, end), in which weights are held; each action has two places."""
+class HeldInRow:
+    """Intervals of places, [first, end), in which a worker holds weights of so many bytes, by name.
 
-    def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
-        self.demand, self.worker, self.row = demand, worker, row
-        self._messages = CopyMessages(demand)
-        self._filling = Filling()
-        self._bytes = {parameter.name: parameter.tensor.bytes for parameter in demand.plan.parameters}
-        # The two places of an action: while its code runs, and after that.
+    Each action of its row has two places: while its code runs, and after that.
+    """
+
+    def __init__(self, schedule: Schedule, row: Sequence[Action], sizes: Mapping[str, int]) -> None:
+        updated = ((schedule.updated_by(action), place) for place, action in enumerate(row))
+        self.updates = {minibatch: place for minibatch, place in updated if minibatch is not None}
+        self.row, self._bytes = row, sizes
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
-        self._sent = [0] * len(row)
-        updated = ((demand.schedule.updated_by(action), place) for place, action in enumerate(row))
-        self._updates = {minibatch: place for minibatch, place in updated if minibatch is not None}
 
-    def all(self) -> list[HeldWeights]:
-        """The row's."""
-        for key, reads in self._reads().items():
-            if key[0] != self.worker:
-                self._weight_copy(key, reads)
-            elif key[2]:
-                self._prediction(key, reads)
-            else:
-                self._past(key, reads)
-        for minibatch, place in self._updates.items():
-            self._send(minibatch + 1, place)
+    def own(self, version: int, ahead: int, reads: Reads) -> None:
+        """Hold what is read of a version of the worker's own weights."""
+        replaced = self.updates.get(version, len(self.row))
+        last = max(end for _, end in reads.values())
+        if not ahead:  # copies of what is read after the version was replaced; all are freed after the last read
+            if last > replaced:
+                left = sum(self._bytes[name] for name, (_, end) in reads.items() if end > replaced)
+                self._hold(2 * replaced + 1, 2 * last + 1, left)
+            return
+        for name, (first, end) in reads.items():
+            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
+            # Before the first update nothing is predicted: the live weights are read, and copied if read later.
+            begin = 2 * replaced + 1 if version == 0 else min(2 * first, 2 * replaced + 1)
+            if over > begin:
+                self._predict(name, begin, over)
+
+    def _hold(self, first: int, end: int, size: int) -> None:
+        self._changes[first] += size
+        self._changes[min(end, len(self._changes) - 1)] -= size
+
+    def _predict(self, name: str, first: int, end: int) -> None:
+        counts = self._predicted[name]
+        counts[first] += 1
+        counts[min(end, len(counts) - 1)] -= 1
+
+    def totals(self) -> list[int]:
+        """The bytes by place."""
         held = list(accumulate(self._changes))
         for name, changes in self._predicted.items():
             most = accumulate(accumulate(changes), max)  # memory for predictions is kept
             held = [size + count * self._bytes[name] for size, count in zip(held, most, strict=True)]
-        fixed = self._remembered()
+        return held
+
+
+class _WeightsOfRow(HeldInRow):
+    """As `HeldInRow`, by the plan: other workers' weights, too, and what is sent and remembered."""
+
+    def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
+        super().__init__(demand.schedule, row, {p.name: p.tensor.bytes for p in demand.plan.parameters})
+        self.demand, self.worker = demand, worker
+        self._messages = CopyMessages(demand)
+        self._filling = Filling()
+        self._sent = [0] * len(row)
+
+    def all(self) -> list[HeldWeights]:
+        """The row's."""
+        for key, reads in self._reads().items():
+            if key[0] == self.worker:
+                self.own(*key[1:], reads)
+            else:
+                self._weight_copy(key, reads)
+        for minibatch, place in self.updates.items():
+            self._send(minibatch + 1, place)
+        held, fixed = self.totals(), self._remembered()
         return [HeldWeights(fixed + held[2 * i], fixed + held[2 * i + 1], sent) for i, sent in enumerate(self._sent)]
 
-    def _reads(self) -> dict[_Key, dict[str, list[int]]]:
+    def _reads(self) -> dict[_Key, Reads]:
         """For each key that is read and each name, the places of the first and the last action that read it."""
-        found: dict[_Key, dict[str, list[int]]] = defaultdict(dict)
+        reads: dict[_Key, Reads] = defaultdict(dict)
         for place, action in enumerate(self.row):
             for part, reading in self._readings(action):
                 version = self.demand.version(reading, part, 0)
-                names = found[reading.owner, version, self.demand.ahead(reading, part, version)]
+                names = reads[reading.owner, version, self.demand.ahead(reading, part, version)]
                 for name in reading.names:
                     names.setdefault(name, [place, place])[1] = place
-        return found
+        return reads
 
     def _readings(self, action: Action) -> Iterable[tuple[Action, WeightReads]]:
         for phase in self.demand.plan.stages[self.worker].parts:
@@ -89,7 +128,7 @@ class _WeightsOfRow:
                 for reading in self.demand.readings(self.worker, phase):
                     yield replace(action, phase=phase), reading
 
-    def _weight_copy(self, key: _Key, reads: dict[str, list[int]]) -> None:
+    def _weight_copy(self, key: _Key, reads: Reads) -> None:
         owner, version, ahead = key
         last = max(end for _, end in reads.values())
         if version == 0:
@@ -106,24 +145,6 @@ class _WeightsOfRow:
         if pack.differences:  # decoded weights have their own memory
             first = min(begin for begin, _ in reads.values())
             self._hold(2 * first, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
-
-    def _past(self, key: _Key, reads: dict[str, list[int]]) -> None:
-        """Copies of what is read after the version was replaced; all are freed after the last read."""
-        replaced = self._updates.get(key[1], len(self.row))
-        last = max(end for _, end in reads.values())
-        if last > replaced:
-            left = sum(self._bytes[name] for name, (_, end) in reads.items() if end > replaced)
-            self._hold(2 * replaced + 1, 2 * last + 1, left)
-
-    def _prediction(self, key: _Key, reads: dict[str, list[int]]) -> None:
-        replaced = self._updates.get(key[1], len(self.row))
-        last = max(end for _, end in reads.values())
-        for name, (first, end) in reads.items():
-            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
-            # Before the first update nothing is predicted: the live weights are read, and copied if read later.
-            begin = 2 * replaced + 1 if key[1] == 0 else min(2 * first, 2 * replaced + 1)
-            if over > begin:
-                self._predict(name, begin, over)
 
     def _send(self, version: int, place: int) -> None:
         predicted: set[tuple[int, str]] = set()
@@ -150,12 +171,3 @@ class _WeightsOfRow:
                 if reader in self.demand.readers(owner):
                     held += self._messages.base_bytes(owner, reader, steady, self._filling)
         return held
-
-    def _hold(self, first: int, end: int, size: int) -> None:
-        self._changes[first] += size
-        self._changes[min(end, len(self._changes) - 1)] -= size
-
-    def _predict(self, name: str, first: int, end: int) -> None:
-        counts = self._predicted[name]
-        counts[first] += 1
-        counts[min(end, len(counts) - 1)] -= 1

@@ -28,10 +28,10 @@ def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[lis
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     policy.check(schedule)
-    known, plain = versions_of(schedule), label_of(schedule)
+    versions, plain = versions_of(schedule), label_of(schedule)
 
     def label(worker: int, action: Action) -> str:
-        version, ahead = sight(policy, known, action, worker)
+        version, ahead = sight(policy, versions, action, worker)
         return f"{plain(worker, action)}@{version}" + (f"+{ahead}" if ahead else "")
 
     return timeline(schedule, play(schedule, read(schedule, minibatches)), label)

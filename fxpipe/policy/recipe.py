@@ -37,22 +37,22 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
             separate W, if the stages have no function for it; without a flush, a policy or tied weights that cannot
             work with different numbers of replicas.
     """
-    made = schedules.of_plan(plan, schedule)
-    if made.weights_apart and not plan.weights_apart:
-        name = made.name if made.name in schedules.SCHEDULES else "FILE.csv"
+    order = schedules.of_plan(plan, schedule)
+    if order.weights_apart and not plan.weights_apart:
+        name = order.name if order.name in schedules.SCHEDULES else "FILE.csv"
         raise ScheduleError(
-            f"schedule '{made.name}' has separate weight gradients (W), and these stages make them in their backward",
+            f"schedule '{order.name}' has separate weight gradients (W), and these stages make them in their backward",
             hint=f"compile the model for it: fxpipe compile MODEL -n {plan.ranks} --schedule {name}",
         )
     if policy is None:
-        policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
+        policy = plan.policy if order.name == plan.schedule else policies.default_for(order)
     chosen = policies.make(policy) if isinstance(policy, str) else policy
-    chosen.check(made)
+    chosen.check(order)
     if plan.sharded:
         check_shares(chosen)
-    demand = Demand(plan, made, chosen)
+    demand = Demand(plan, order, chosen)
     refuse_crossing(plan, demand)
-    return Recipe(made, chosen, demand)
+    return Recipe(order, chosen, demand)
 
 
 def refuse_crossing(plan: Plan, demand: Demand) -> None:

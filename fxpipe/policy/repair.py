@@ -45,8 +45,8 @@ class Repair:
     def kind(self) -> type[UpdateRepair]:
         """The class that repairs an optimizer's updates."""
         module, name = self.place.split(".")
-        found: type[UpdateRepair] = getattr(import_module(f"fxpipe.policy.optimizers.{module}"), name)
-        return found
+        kind: type[UpdateRepair] = getattr(import_module(f"fxpipe.policy.optimizers.{module}"), name)
+        return kind
 
 
 REPAIRS: dict[str, Repair] = {

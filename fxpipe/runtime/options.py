@@ -10,9 +10,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxpipe.checkpoint.interval import Interval
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import FxpipeError
-from fxpipe.options import absolute_paths, flags, option
+from fxpipe.options import absolute_paths, check, flags, inner, option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.planner.quantity import rate
 from fxpipe.policy.base import Policy
@@ -34,6 +35,13 @@ def steps_or_epoch(given: int | str) -> int | str:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise FxpipeError(f"{given!r} is not a number of steps", hint="give a number above 0, or epoch")
+
+
+def interval_or_epoch(given: int | str) -> int | str:
+    """Read an interval between checkpoints, or the word `epoch`; errors as `Interval.of`."""
+    if given != EPOCH:
+        Interval.of(given)
+    return given
 
 
 REPLAN = "replan"
@@ -65,7 +73,7 @@ class PipelineOptions:
         resume: the checkpoint to continue from: its folder, or `newest` for the newest whole one in the output folder.
             Options that change the numbers, and are not given, are those of the checkpoint.
         offload: for a CUDA build: keep saved values in the CPU's memory until their backward.
-        throttle: slow messages between processes down to these links (`100Mbit,20ms`; see `fxpipe.planner.throttle`);
+        throttle: slow messages between processes down to these links (`100Mbit,20ms`; see `fxpipe.planner.device`);
             None does not.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         new_shapes: during the run, worker 0 makes stages for at most this many new shapes of batches, with the model
@@ -83,7 +91,15 @@ class PipelineOptions:
         help="Order of forwards and backwards: gpipe, 1f1b, async, … [default: the build's]",
     )
     policy: str | Policy | None = policy_option("the build's", kept=True)  # noqa: RUF009 (it is a field)
-    seed: int = option(0, kept=True, shown=True, metavar="N", help="Seed for the data's order and for dropout.")
+    seed: int = option(
+        0,
+        kept=True,
+        shown=True,
+        above=-(2**63) - 1,
+        maximum=2**64 - 1,
+        metavar="N",
+        help="Seed for the data's order and for dropout.",
+    )
     weights: str | None = option(
         None,
         path="any",
@@ -104,6 +120,7 @@ class PipelineOptions:
         65536.0,
         kept=True,
         above=0,
+        maximum=2**127,
         metavar="SCALE",
         help="With --autocast fp16: first factor of the loss; halved whenever gradients overflow.",
     )
@@ -136,6 +153,7 @@ class PipelineOptions:
     )
     checkpoint_every: int | str | None = option(
         None,
+        kind=interval_or_epoch,
         metavar="STEPS|TIME",
         help="Save a checkpoint every N steps (500) or minutes (10min), every epoch, or when asked by a callback or a "
         "signal.",
@@ -179,6 +197,7 @@ class PipelineOptions:
     )
 
     def __post_init__(self) -> None:
+        check(self)
         absolute_paths(self)
 
 
@@ -214,12 +233,12 @@ class RunOptions(PipelineOptions):
         settings: values of `fxpipe.setting` in the model file, each as `name=value`, instead of those of the compile.
         arguments: the model file's own command line; None means that of the compile.
         progress: show progress on stderr.
-        exchange: set by `launch`: the folder into which workers write their errors and the summary.
+        board: set by `launch`: the folder of the board on which workers write their errors and the summary.
         plan_digest: set by the process that checked the build: the digest of its plan, so that workers accept no other;
             None accepts any plan.
     """
 
-    build: str
+    build: str = inner()
     model_file: str | None = option(
         None, "--model", path="file", help="The model file, if it has moved since the compile."
     )
@@ -289,6 +308,7 @@ class RunOptions(PipelineOptions):
     stall_timeout: float = option(
         60.0,
         minimum=0,
+        maximum=10**8,
         metavar="SECONDS",
         help="Name waiting workers after this long without progress, and end after 10 times as long; 0 does neither.",
     )
@@ -313,8 +333,8 @@ class RunOptions(PipelineOptions):
     )
     arguments: tuple[str, ...] | None = None
     progress: bool = False
-    exchange: str | None = None
-    plan_digest: str | None = None
+    board: str | None = inner(None)
+    plan_digest: str | None = inner(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

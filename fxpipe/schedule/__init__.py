@@ -85,23 +85,21 @@ def _checked(schedule: Schedule) -> RowsOfText | EndlessRows:
     """A registered schedule as text, checked by the laws."""
     named = f"schedule '{schedule.name}' of {schedule.workers} workers and {schedule.microbatches} microbatches"
     try:
-        made = from_csv(to_csv(schedule), named, schedule.name) if schedule.synchronous else endless(schedule)
+        rows = from_csv(to_csv(schedule), named, schedule.name) if schedule.synchronous else endless(schedule)
     except ScheduleError:
         raise
     except Exception as error:
         where = f"{type(schedule).__module__}.{type(schedule).__name__}"
         raise ScheduleError(f"{named} raised {type(error).__name__}: {error}", where=where) from error
-    if (made.workers, made.microbatches, made.placement) != (
-        *(schedule.workers, schedule.microbatches),
-        schedule.placement,
-    ):
-        raise ScheduleError(f"{named} has rows of {made.workers} workers and {made.microbatches} microbatches")
-    if schedule.synchronous and any(_first(schedule, rank) != _first(made, rank) for rank in range(made.ranks)):
+    sizes = (schedule.workers, schedule.microbatches, schedule.placement)
+    if (rows.workers, rows.microbatches, rows.placement) != sizes:
+        raise ScheduleError(f"{named} has rows of {rows.workers} workers and {rows.microbatches} microbatches")
+    if schedule.synchronous and any(_first(schedule, rank) != _first(rows, rank) for rank in range(rows.ranks)):
         raise ScheduleError(
             f"{named} does not repeat what it does in its first minibatch, one minibatch after the other",
             hint="synchronous = True promises that; a schedule that begins a minibatch earlier has synchronous = False",
         )
-    return made
+    return rows
 
 
 def _first(schedule: Schedule, rank: int) -> list[Event]:
@@ -116,8 +114,8 @@ def kind_of(name: str) -> type[Schedule]:
     Raises:
         ScheduleError: no schedule has this name, or the text is wrong.
     """
-    if (made := of_text(name)) is not None:
-        return type(made)
+    if (schedule := of_text(name)) is not None:
+        return type(schedule)
     if name not in SCHEDULES:
         raise ScheduleError(
             f"there is no schedule '{name}'{near(name, SCHEDULES)}",
@@ -137,11 +135,11 @@ def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, .
         ScheduleError: no schedule has this name, or it cannot have this number of workers or microbatches, or this
             placement.
     """
-    made = kind_of(name)(workers, microbatches, placement)
-    if not _is_own(type(made)):
-        checked = _checked(made)
-        return made if made.synchronous else checked  # which knows how far it runs ahead
-    return made
+    schedule = kind_of(name)(workers, microbatches, placement)
+    if not _is_own(type(schedule)):
+        checked = _checked(schedule)
+        return schedule if schedule.synchronous else checked  # which knows how far it runs ahead
+    return schedule
 
 
 def of_text(text: str) -> RowsOfText | EndlessRows | None:
@@ -162,10 +160,10 @@ def schedule_text(text: str) -> str:
     Raises:
         ScheduleError: there is no such schedule, or the file is wrong.
     """
-    made = of_text(text)
-    if made is None and text not in SCHEDULES and not _is_name(text):
+    schedule = of_text(text)
+    if schedule is None and text not in SCHEDULES and not _is_name(text):
         kind_of(text)
-    return text if made is None else to_csv(made)
+    return text if schedule is None else to_csv(schedule)
 
 
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
@@ -180,31 +178,31 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
             for workers with different numbers of replicas.
     """
     if name is None or name == plan.schedule:
-        made = from_csv("\n".join(plan.rows), "the plan's schedule", plan.schedule) if plan.rows else None
+        schedule = from_csv("\n".join(plan.rows), "the plan's schedule", plan.schedule) if plan.rows else None
     else:
-        made = of_text(name)
+        schedule = of_text(name)
     placement = plan.placement or tuple(range(plan.workers))
     graph = graph_of_edges(plan.edges, plan.workers)
-    if made is None:
+    if schedule is None:
         named = make(name or plan.schedule, plan.workers, plan.own_microbatches, placement)
         return with_replicas(named, plan.replicas).along(graph)
-    with_replicas(made, plan.replicas)
-    for what, found, wanted in (
-        ("ranks", made.ranks, plan.ranks),
-        ("stages", made.workers, plan.workers),
-        ("microbatches", made.microbatches, plan.own_microbatches),
+    with_replicas(schedule, plan.replicas)
+    for what, count, planned in (
+        ("ranks", schedule.ranks, plan.ranks),
+        ("stages", schedule.workers, plan.workers),
+        ("microbatches", schedule.microbatches, plan.own_microbatches),
     ):
-        if found != wanted:
+        if count != planned:
             raise ScheduleError(
-                f"the schedule is for {found} {what}, the build has {wanted}",
+                f"the schedule is for {count} {what}, the build has {planned}",
                 hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
             )
-    if made.placement != placement:
+    if schedule.placement != placement:
         raise ScheduleError(
-            f"the schedule has its stages on ranks {list(made.placement)}, the build has them on {list(placement)}",
+            f"the schedule has its stages on ranks {list(schedule.placement)}, the build has them on {list(placement)}",
             hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
         )
-    return made.along(graph)
+    return schedule.along(graph)
 
 
 __all__ = [

@@ -35,9 +35,9 @@ class Async(Schedule):
         """
         if workers < 3:
             return 1
-        known = divisors(samples)
-        enough = [d for d in known if workers - 1 <= d <= 2 * workers]
-        few = max(d for d in known if d < workers)
+        counts = divisors(samples)
+        enough = [d for d in counts if workers - 1 <= d <= 2 * workers]
+        few = max(d for d in counts if d < workers)
         return min(enough, key=lambda d: (abs(d - workers), -d), default=few)
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:

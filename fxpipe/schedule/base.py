@@ -64,8 +64,8 @@ class Schedule(ABC):
             if value < 1:
                 raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
         if not self.placement:
-            ranks, rest = divmod(self.workers, self.usual_virtual)
-            usual = tuple(range(self.workers)) if rest else self.usual_placement(ranks)
+            ranks, remainder = divmod(self.workers, self.usual_virtual)
+            usual = tuple(range(self.workers)) if remainder else self.usual_placement(ranks)
             object.__setattr__(self, "placement", usual)
         self.check_placement()
 
@@ -86,10 +86,10 @@ class Schedule(ABC):
             raise self.one_worker_on_each_rank(str(list(self.placement)))
 
     @classmethod
-    def one_worker_on_each_rank(cls, asked: str) -> ScheduleError:
+    def one_worker_on_each_rank(cls, what: str) -> ScheduleError:
         """The error of a schedule that has only one worker on each rank."""
         return ScheduleError(
-            f"schedule '{cls.name}' has one worker on each rank, not {asked}",
+            f"schedule '{cls.name}' has one worker on each rank, not {what}",
             hint="for several stages on a rank, use --schedule wpipe, or one with a flush: interleaved, zb-v",
         )
 
@@ -135,13 +135,13 @@ class Schedule(ABC):
         Without a flush, no worker counts as nearer to the end than the next: a forward waits for the note of the
         previous worker's, if gradients are clipped by the norm of all (`fxpipe/runtime/worker/update_notes.py`).
         """
-        found = [0] * self.workers
+        depths = [0] * self.workers
         for worker in reversed(range(self.workers)):
-            found[worker] = max((1 + found[later] for later in self.behind[worker]), default=0)
+            depths[worker] = max((1 + depths[later] for later in self.behind[worker]), default=0)
         if not self.synchronous:
-            return tuple(max(found[worker:]) for worker in range(self.workers))
-        found[0] = max(found)
-        return tuple(found)
+            return tuple(max(depths[worker:]) for worker in range(self.workers))
+        depths[0] = max(depths)
+        return tuple(depths)
 
     def level(self, worker: int) -> int:
         """By how many workers it is nearer to the last one than worker 0 is: in a chain, its own number."""
@@ -177,7 +177,7 @@ class Schedule(ABC):
 
     def hosted(self, rank: int) -> tuple[int, ...]:
         """The workers of a rank, in rising order."""
-        return tuple(worker for worker, own in enumerate(self.placement) if own == rank)
+        return tuple(worker for worker, host in enumerate(self.placement) if host == rank)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -272,14 +272,13 @@ class Schedule(ABC):
         left = (stop - start) * self.microbatches * len(self.hosted(rank))
         return self._finite(self.row(rank, start), lambda event: event[1], stop, left)
 
-    def row_after(self, rank: int, step: int, start: int, stop: int | None = None) -> Iterator[Event]:
-        """The rest of a rank's row that began with minibatch `start`: the actions of minibatches from `step` on.
+    def row_after(self, rank: int, step: int, start: int) -> Iterator[Event]:
+        """The rest of a rank's endless row that began with minibatch `start`: actions of minibatches from `step` on.
 
         They keep the row's order, also while the pipeline fills again: the row is computed from a few minibatches
         earlier, so that its start has no effect any more.
         """
-        begin = self._again(step, start)
-        row = self.row(rank, begin) if stop is None else self.row_until(rank, stop, begin)
+        row = self.row(rank, self._again(step, start))
         return (event for event in row if event[1].minibatch >= step)
 
     def _again(self, step: int, start: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
 from fxpipe.schedule.replicas import unreceived_of_replica
@@ -37,18 +37,17 @@ def check(schedule: Schedule, minibatches: int, start: int = 0) -> Report:
     """
     rows = read(schedule, minibatches, start)
     play(schedule, rows)
-    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
-    counts = [list(_counts(schedule, row)) for row in own]
+    counts = [list(_counts(schedule, _of(worker, rows[rank]))) for worker, rank in enumerate(schedule.placement)]
     return Report(
-        in_flight=tuple(max(waiting for waiting, _ in each) for each in counts),
-        held=tuple(max(map(sum, each)) for each in counts),
+        in_flight=tuple(max(waiting for waiting, _ in pairs) for pairs in counts),
+        held=tuple(max(map(sum, pairs)) for pairs in counts),
     )
 
 
 def held(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the most microbatches whose F is done and whose last action is not, with a full pipeline."""
-    own = [schedule.of_worker(worker) for worker in range(schedule.workers)]
-    return tuple(max(map(sum, _counts(of, of.until(worker, _full(of))))) for worker, of in enumerate(own))
+    of_workers = [schedule.of_worker(worker) for worker in range(schedule.workers)]
+    return tuple(max(map(sum, _counts(of, of.until(worker, _full(of))))) for worker, of in enumerate(of_workers))
 
 
 @cache
@@ -71,20 +70,24 @@ def unread(schedule: Schedule) -> int:
     return unreceived(schedule) + (2 if schedule.after else 1) * schedule.workers * schedule.microbatches
 
 
+def _of(worker: int, row: Iterable[Event]) -> list[Action]:
+    return [action for of, action in row if of == worker]
+
+
 def _fullest(schedule: Schedule) -> list[tuple[int, int]]:
     """For each worker, the microbatches between F and B, and between B and W, when its rank holds most."""
-    found = [(0, 0)] * schedule.workers
+    fullest = [(0, 0)] * schedule.workers
     for rank in range(schedule.ranks):
         row = list(schedule.row_until(rank, _full(schedule)))
-        walks = {own: _counts(schedule, [action for of, action in row if of == own]) for own in schedule.hosted(rank)}
+        walks = {worker: _counts(schedule, _of(worker, row)) for worker in schedule.hosted(rank)}
         now, most = {worker: next(walk) for worker, walk in walks.items()}, 0
         for worker, _ in row:
             now[worker] = next(walks[worker])
             if (total := sum(map(sum, now.values()))) > most:
                 most = total
                 for of, counts in now.items():
-                    found[of] = counts
-    return found
+                    fullest[of] = counts
+    return fullest
 
 
 def _counts(schedule: Schedule, row: Iterable[Action]) -> Iterator[tuple[int, int]]:
@@ -106,8 +109,8 @@ def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     if schedule.several:
         return (_fullest(schedule)[worker],)
     schedule = schedule.of_worker(worker)
-    found = set(_counts(schedule, schedule.until(worker, _full(schedule))))
-    return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
+    counts = set(_counts(schedule, schedule.until(worker, _full(schedule))))
+    return tuple(sorted(m for m in counts if not any(m[0] <= n[0] and m[1] <= n[1] for n in counts - {m})))
 
 
 def grid(schedule: Schedule, minibatches: int) -> str:

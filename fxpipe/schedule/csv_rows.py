@@ -159,9 +159,9 @@ def _endless(text: str, where: str, title: str) -> EndlessRows:
             f"{where}: a row needs a beginning, a | and the part to repeat", hint="for example 0F0,0F1|0F2,0B0"
         )
     kind = EndlessRowsApart if any(kind == "W" for _, kind, _ in again[0]) else EndlessRows
-    made = kind(len(lines), microbatches, lines=tuple(lines), title=title)
-    play(made, read(made, 2 * made.filling + 2))
-    return made
+    schedule = kind(len(lines), microbatches, lines=tuple(lines), title=title)
+    play(schedule, read(schedule, 2 * schedule.filling + 2))
+    return schedule
 
 
 def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsOfText | EndlessRows:
@@ -194,8 +194,8 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
         )
     placement = _placement(cells, workers, where)
     apart = any(kind in "IW" for row in cells for _, kind, _ in row)
-    own = {(worker, j) for row in cells for worker, kind, j in row if kind == "W"}
-    written = [",".join(_written(row, apart, own)) for row in cells]
+    with_w = {(worker, j) for row in cells for worker, kind, j in row if kind == "W"}
+    written = [",".join(_written(row, apart, with_w)) for row in cells]
     kind = RowsOfTextApart if apart else RowsOfText
     try:
         schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written), title=title)
@@ -250,9 +250,9 @@ def _cells(line: str, where: str) -> Iterator[tuple[int, str, int]]:
     for place, cell in enumerate(cells):
         together = _TOGETHER.fullmatch(cell)
         for text in together["inner"].split(";") if together else [cell]:
-            found = _CELL.fullmatch(text.strip())
-            if found:
-                yield int(found["worker"]), found["kind"], int(found["microbatch"])
+            match = _CELL.fullmatch(text.strip())
+            if match:
+                yield int(match["worker"]), match["kind"], int(match["microbatch"])
             elif text.strip() and not _LEFT_OUT.fullmatch(text.strip()):
                 shown = [marked(cell) if i == place else cell or ".." for i, cell in enumerate(cells)]
                 raise ScheduleError(f"{where}: '{text.strip()[:40]}' is not an action\n  {' '.join(shown)}", hint=_HINT)
@@ -286,12 +286,12 @@ def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, wh
     return [placement[worker] for worker in range(workers)]
 
 
-def _written(row: Sequence[tuple[int, str, int]], apart: bool, own: set[tuple[int, int]]) -> Iterator[str]:
+def _written(row: Sequence[tuple[int, str, int]], apart: bool, with_w: set[tuple[int, int]]) -> Iterator[str]:
     """The cells of a row as `to_csv` writes them."""
     for worker, kind, j in row:
         if kind in ("B", "BW") and apart:
             yield f"{worker}I{j}"
-            if kind == "BW" or (worker, j) not in own:
+            if kind == "BW" or (worker, j) not in with_w:
                 yield f"{worker}W{j}"
         else:
             yield f"{worker}{kind[0]}{j}"

@@ -45,10 +45,10 @@ def graph_of(orders: Iterable[tuple[int, int]], fed: Collection[int], workers: i
     reach: list[set[int]] = []
     for firsts in before:
         reach.append(firsts.union(*(reach[first] for first in firsts)))
-    found = tuple(
+    graph = tuple(
         tuple(sorted(firsts.difference(*(reach[first] for first in firsts)))) if firsts else () for firsts in before
     )
-    return () if found == chain(workers) else found
+    return () if graph == chain(workers) else graph
 
 
 def graph_of_edges(edges: Iterable[EdgeSpec], workers: int) -> Graph:
@@ -67,19 +67,19 @@ def graph_of_edges(edges: Iterable[EdgeSpec], workers: int) -> Graph:
 
 def reach_of(graph: Graph) -> list[frozenset[int]]:
     """For each worker of a graph that is written out, all workers before it."""
-    found: list[frozenset[int]] = []
+    reach: list[frozenset[int]] = []
     for firsts in graph:
-        found.append(frozenset(firsts).union(*(found[first] for first in firsts)))
-    return found
+        reach.append(frozenset(firsts).union(*(reach[first] for first in firsts)))
+    return reach
 
 
 def behind(graph: Graph) -> Graph:
     """For each worker of a graph that is written out, the workers that directly wait for it."""
-    found: list[list[int]] = [[] for _ in graph]
+    followers: list[list[int]] = [[] for _ in graph]
     for worker, firsts in enumerate(graph):
         for first in firsts:
-            found[first].append(worker)
-    return tuple(map(tuple, found))
+            followers[first].append(worker)
+    return tuple(map(tuple, followers))
 
 
 def handed_on_by(
@@ -110,14 +110,14 @@ def handed_on_by(
 def ways(graph: Graph) -> list[list[int]]:
     """Ways along the edges of a graph, which together use every edge once."""
     left = [list(later) for later in behind(graph)]
-    found = []
+    paths = []
     for worker in range(len(graph)):
         while left[worker]:
             way = [worker]
             while left[way[-1]]:
                 way.append(left[way[-1]].pop(0))
-            found.append(way)
-    return found
+            paths.append(way)
+    return paths
 
 
 def graph_text(graph: Graph) -> str:

@@ -34,12 +34,12 @@ def merged(
     Args:
         awaited: the actions on other workers for which one waits.
     """
-    found: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
+    merged_rows: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
     place = [0] * len(rows)
     done: set[Event] = set()
     while True:
         now: list[Event] = []
-        for rank, row in enumerate(found):
+        for rank, row in enumerate(merged_rows):
             ready = [
                 (worker, rows[worker][place[worker]])
                 for worker in range(len(rows))
@@ -51,7 +51,7 @@ def merged(
                 row.append(chosen)
                 now.append(chosen)
         if not now:
-            return found
+            return merged_rows
         for worker, _ in now:
             place[worker] += 1
         done.update(now)

@@ -42,10 +42,10 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
     Raises:
         ScheduleError: rows break this law; the picture marks the first offence of each worker.
     """
-    wanted = len(schedule.phases) * schedule.microbatches * minibatches
+    count = len(schedule.phases) * schedule.microbatches * minibatches
     stop = start + minibatches
     rows = [  # at most one action too many
-        list(islice(schedule.row_until(rank, stop, start), wanted * len(schedule.hosted(rank)) + 1))
+        list(islice(schedule.row_until(rank, stop, start), count * len(schedule.hosted(rank)) + 1))
         for rank in range(schedule.ranks)
     ]
     problems: list[str] = []
@@ -74,13 +74,13 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
     return rows
 
 
-def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[int, Action, str] | None:
+def _offence(row: Sequence[Action], schedule: Schedule, minibatches: range) -> tuple[int, Action, str] | None:
     """The first wrong action in a row: its place (the end if missing), the action, and the problem."""
     done: dict[Phase, set[tuple[int, int]]] = {phase: set() for phase in schedule.phases}
-    latest = dict.fromkeys(schedule.phases, (wanted.start, 0))
+    latest = dict.fromkeys(schedule.phases, (minibatches.start, 0))
     before = dict(zip(schedule.phases[1:], schedule.phases, strict=False))
     for place, action in enumerate(row):
-        if action.minibatch not in wanted or action.microbatch >= schedule.microbatches:
+        if action.minibatch not in minibatches or action.microbatch >= schedule.microbatches:
             return place, action, f"does {action}, but there is no such microbatch"
         if action.phase not in schedule.phases:
             return place, action, f"does {action}, but its backwards make the weight gradients"
@@ -93,9 +93,9 @@ def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[
             return place, action, f"does {action} after {Action(action.phase, *latest[action.phase])}"
         latest[action.phase] = number
         done[action.phase].add(number)
-    if len(row) == len(schedule.phases) * schedule.microbatches * len(wanted):
+    if len(row) == len(schedule.phases) * schedule.microbatches * len(minibatches):
         return None
-    numbers = ((minibatch, microbatch) for minibatch in wanted for microbatch in range(schedule.microbatches))
+    numbers = ((minibatch, microbatch) for minibatch in minibatches for microbatch in range(schedule.microbatches))
     missing = next(Action(phase, *n) for n in numbers for phase in schedule.phases if n not in done[phase])
     return len(row), missing, f"never does {missing}"
 

@@ -254,7 +254,7 @@ def _block(ranks: int, steps: tuple[int, int, int, int]) -> list[dict[tuple[int,
     down, up, back_down, back_up = steps
     last = ranks - 1
     for pauses in sorted(product(range(1, PERIOD + 1), repeat=3), key=sum):
-        found: list[dict[tuple[int, Phase], int]] = []
+        block: list[dict[tuple[int, Phase], int]] = []
         for rank in range(ranks):
             first, second = rank, 2 * ranks - 1 - rank
             forward = rank * down
@@ -276,9 +276,9 @@ def _block(ranks: int, steps: tuple[int, int, int, int]) -> list[dict[tuple[int,
                     time += 1
                 taken.add(time % PERIOD)
                 times[worker, "W"] = time
-            found.append(times)
-        if len(found) == ranks:
-            return found
+            block.append(times)
+        if len(block) == ranks:
+            return block
     raise AssertionError(f"{ranks} ranks have no block with steps {steps}")
 
 
@@ -288,7 +288,7 @@ def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
     A rank follows its row, with two exceptions: if the next action cannot run yet, it runs the oldest W that can; if
     the next action is a W after the last F, and a B can run, it runs that B.
     """
-    found: list[list[Event]] = [[] for _ in rows]
+    filled: list[list[Event]] = [[] for _ in rows]
     left = [deque(row) for row in rows]
     forwards = [sum(action.phase == "F" for _, action in row) for row in rows]
     done: set[Event] = set()
@@ -321,6 +321,6 @@ def _filled(rows: list[list[Event]], workers: int) -> list[list[Event]]:
         for rank, event in now:
             left[rank].remove(event)
             forwards[rank] -= event[1].phase == "F"
-            found[rank].append(event)
+            filled[rank].append(event)
         done.update(event for _, event in now)
-    return found
+    return filled

@@ -138,8 +138,8 @@ def versions_of(schedule: Schedule) -> Versions:
 @lru_cache(maxsize=64)
 def most_missed(schedule: Schedule) -> int:
     """How many updates of its own weights the forwards of any worker miss at most, in steady state."""
-    owns = [own_versions(schedule.of_worker(worker), worker) for worker in range(schedule.workers)]
-    return max(own.lag("F", own.worker, own.worker, j) for own in owns for j in range(own.schedule.microbatches))
+    versions = [own_versions(schedule.of_worker(worker), worker) for worker in range(schedule.workers)]
+    return max(v.lag("F", v.worker, v.worker, j) for v in versions for j in range(v.schedule.microbatches))
 
 
 def _flush(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Callable[[int, Action], Iterable[Event]]:

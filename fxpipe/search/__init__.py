@@ -6,25 +6,17 @@ that the simulator likes better) → reasons (what the others lose) → search (
 
 from __future__ import annotations
 
-from fxpipe.search.candidate import (
-    Counts,
-    Question,
-    Sized,
-    candidates,
-    counted,
-    microbatch_counts,
-    schedules_of,
-)
+from fxpipe.search.candidate import Candidate, Counts, Question, Sized, counted, microbatch_counts, schedules_of
 from fxpipe.search.search import Ranking, search
-from fxpipe.search.simulated_plan import SimulatedPlan
+from fxpipe.search.simulated_plan import Judge
 
 __all__ = [
+    "Candidate",
     "Counts",
+    "Judge",
     "Question",
     "Ranking",
-    "SimulatedPlan",
     "Sized",
-    "candidates",
     "counted",
     "microbatch_counts",
     "schedules_of",

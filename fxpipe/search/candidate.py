@@ -46,9 +46,25 @@ class Sized:
         """Seconds of a minibatch, comparable with those of other numbers of microbatches."""
         return seconds if self.samples is not None else seconds / self.microbatches
 
-    def profile(self, schedule: str, mode: str) -> Profile:
-        """What the units cost under a schedule with this kind of cuts."""
-        return self.separate if mode == "three-way" or kind_of(schedule).weights_apart else self.whole
+
+@dataclass(frozen=True)
+class Candidate:
+    """A minibatch of some number of microbatches under a schedule, with a kind of cuts."""
+
+    sized: Sized
+    schedule: str
+    mode: str
+
+    @property
+    def microbatches(self) -> int:
+        """Of a minibatch."""
+        return self.sized.microbatches
+
+    @property
+    def profile(self) -> Profile:
+        """What the units cost under the schedule with this kind of cuts."""
+        apart = self.mode == "three-way" or kind_of(self.schedule).weights_apart
+        return self.sized.separate if apart else self.sized.whole
 
 
 @dataclass(frozen=True)
@@ -86,20 +102,11 @@ class Question:
         """
         placement = self.placement(schedule)
         assert placement is not None
-        made = make(schedule, len(placement), sized.microbatches, placement)
-        policy = make_policy(self.policy or default_for(made, self.momentum))
-        policy.check(made)
-        placement = placement if made.several else ()
+        concrete = make(schedule, len(placement), sized.microbatches, placement)
+        policy = make_policy(self.policy or default_for(concrete, self.momentum))
+        policy.check(concrete)
+        placement = placement if concrete.several else ()
         return replace(sized.setting, schedule=schedule, policy=str(policy), placement=placement)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule with a number of microbatches and a kind of cuts."""
-
-    schedule: str
-    microbatches: int
-    mode: str
 
 
 def candidates(question: Question, sized: Sized) -> list[Candidate]:
@@ -107,7 +114,7 @@ def candidates(question: Question, sized: Sized) -> list[Candidate]:
 
     They include three-way cuts if the schedule has separate weight gradients: then such cuts cost no waiting.
     """
-    found = []
+    compared = []
     for schedule in question.schedules:
         placement = question.placement(schedule)
         if placement is None or (len(placement) > question.workers and _too_many(len(placement), sized)):
@@ -117,8 +124,8 @@ def candidates(question: Question, sized: Sized) -> list[Candidate]:
             modes = (*modes, "three-way")
         if sized.fixed is not None:
             modes = (PINNED,)
-        found += [Candidate(schedule, sized.microbatches, mode) for mode in modes]
-    return found
+        compared += [Candidate(sized, schedule, mode) for mode in modes]
+    return compared
 
 
 def _too_many(stages: int, sized: Sized) -> bool:
@@ -136,8 +143,8 @@ def schedules_of(synchronous: bool) -> tuple[str, ...]:
 
     Schedules with late updates are left out: they only gain from sums over replicas, which a search does not time.
     """
-    known = ((name, kind) for name, kind in SCHEDULES.items() if not kind.late)
-    return tuple(name for name, kind in known if kind.synchronous or not synchronous)
+    kinds = ((name, kind) for name, kind in SCHEDULES.items() if not kind.late)
+    return tuple(name for name, kind in kinds if kind.synchronous or not synchronous)
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,7 @@ def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> C
     At first at most `SIZES`: each schedule's default, then about two and four for each worker,
     which leave bubbles of about a third and a fifth of the time to schedules with a flush.
     """
-    known = divisors(samples)
+    counts = divisors(samples)
     usual = [kind_of(name).usual_microbatches(workers, samples) for name in schedules]
-    more = [min((d for d in known if d >= times * workers), default=known[-1]) for times in (2, 4)]
+    more = [min((d for d in counts if d >= times * workers), default=counts[-1]) for times in (2, 4)]
     return Counts(tuple(sorted(list(dict.fromkeys([*usual, *more]))[:SIZES])), samples)

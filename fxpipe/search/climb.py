@@ -117,11 +117,11 @@ class _Climb:
         again = best.partition.recompute
         kinds = (again, ()) if again else ((),)  # or what is mismatched travels
         tried = [Cuts(f, b, w, recompute) for f, b, w in ordered for recompute in kinds][: self.left]
-        for cuts, found in zip(tried, self.judge.of_cuts(tried), strict=True):
+        for cuts, trial in zip(tried, self.judge.of_cuts(tried), strict=True):
             self.left -= 1
             self.seen.add((cuts.forward, cuts.backward, cuts.weights))
-            if found is not None and found.seconds < best.seconds * (1 - WORTH):
-                return found
+            if trial is not None and trial.seconds < best.seconds * (1 - WORTH):
+                return trial
         return None
 
     def _work(self, plans: Sequence[ThreeCuts]) -> Floats:

@@ -43,25 +43,25 @@ class Plans:
             what = f"{workers.count} workers, but the step has only {len(profile.units)} units to share"
             raise CutError(what, hint=f"use -n {len(profile.units)} or fewer")
         roomy = _roomy(profile, workers)
-        asked = _without_memory(workers) if roomy else workers
-        found = self._planned(profile, asked, modes)
-        return {m: _with_memory_of(profile, workers, p) for m, p in found.items()} if roomy else found
+        planned_for = _without_memory(workers) if roomy else workers
+        plans = self._planned(profile, planned_for, modes)
+        return {m: _with_memory_of(profile, workers, p) for m, p in plans.items()} if roomy else plans
 
     def _planned(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
-        for kept, before, wider, found in self._kept:
+        for kept, before, wider, kept_plans in self._kept:
             if kept is profile and before == workers and set(modes) <= set(wider):  # planned on the way to wider modes
-                if isinstance(found, TooLittleMemory) and modes == wider:
-                    raise found
-                if isinstance(found, dict) and any(mode in found for mode in modes):
-                    return {mode: found[mode] for mode in modes if mode in found}
+                if isinstance(kept_plans, TooLittleMemory) and modes == wider:
+                    raise kept_plans
+                if isinstance(kept_plans, dict) and any(mode in kept_plans for mode in modes):
+                    return {mode: kept_plans[mode] for mode in modes if mode in kept_plans}
         try:
-            made: Found | TooLittleMemory = partitions(profile, workers, modes, self.say)
+            plans: Found | TooLittleMemory = partitions(profile, workers, modes, self.say)
         except TooLittleMemory as error:
-            made = error
-        self._kept.append((profile, workers, modes, made))
-        if isinstance(made, TooLittleMemory):
-            raise made
-        return made
+            plans = error
+        self._kept.append((profile, workers, modes, plans))
+        if isinstance(plans, TooLittleMemory):
+            raise plans
+        return plans
 
 
 def _roomy(profile: Profile, workers: Workers) -> bool:

@@ -26,7 +26,7 @@ def reason(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 
 
 def _share(trial: SimulatedPlan, seconds: float) -> float:
-    return trial.sized.share(seconds)
+    return trial.candidate.sized.share(seconds)
 
 
 def _links(trial: SimulatedPlan, best: SimulatedPlan) -> str:
@@ -41,11 +41,11 @@ def _bubble(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 
 def _work(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     """The cause of more work: smaller microbatches, forward computed again, or updates and policies."""
-    own, others = _compute(trial), _compute(best)
-    samples = trial.sized.samples
-    if samples is not None and trial.sized.microbatches != best.sized.microbatches and own > _MORE * others:
-        each = samples // trial.sized.microbatches
-        return f"microbatches of {each} sample{'' if each == 1 else 's'} cost {own / others:.2f} times per sample"
+    compute, others = _compute(trial), _compute(best)
+    samples, count = trial.candidate.sized.samples, trial.candidate.microbatches
+    if samples is not None and count != best.candidate.microbatches and compute > _MORE * others:
+        each = samples // count
+        return f"microbatches of {each} sample{'' if each == 1 else 's'} cost {compute / others:.2f} times per sample"
     again, before = _again(trial), _again(best)
     if again > before:
         return f"computes {_ms(again)} of forward again against {_ms(before)}"
@@ -55,11 +55,11 @@ def _work(trial: SimulatedPlan, best: SimulatedPlan) -> str:
 def _compute(trial: SimulatedPlan) -> float:
     """Seconds of F, B and W of a minibatch on all workers."""
     loads = trial.partition.loads
-    return trial.sized.microbatches * sum(load.forward + load.backward + load.weight for load in loads)
+    return trial.candidate.microbatches * sum(load.forward + load.backward + load.weight for load in loads)
 
 
 def _again(trial: SimulatedPlan) -> float:
-    return trial.sized.microbatches * sum(load.recompute for load in trial.partition.loads)
+    return trial.candidate.microbatches * sum(load.recompute for load in trial.partition.loads)
 
 
 def _faster(lost: float) -> str:

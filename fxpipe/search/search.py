@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from fxpipe.errors import FxpipeError, PolicyError
 from fxpipe.plan.cost_records import ScheduleForecast
-from fxpipe.planner.advice import advised_partitions
 from fxpipe.planner.branches import borders
 from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
@@ -19,7 +18,7 @@ from fxpipe.search.candidate import Candidate, Question, Sized, candidates, coun
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
-from fxpipe.search.side_by_side import SIMULATIONS, between_branches
+from fxpipe.search.side_by_side import SIMULATIONS, advised_partitions, between_branches
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan
 
 STARTS = 3
@@ -36,6 +35,7 @@ Larger = Callable[[int], Sized | None]
 """Gives the minibatch in more microbatches than this number; None if it cannot be cut into more."""
 
 _Pair = tuple[str, int]
+_Failed = tuple[FxpipeError, Candidate]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def search(
     """
     trials: list[SimulatedPlan] = []
     refused: list[ScheduleForecast] = []
-    failed: list[tuple[FxpipeError, Candidate, Sized]] = []
+    failed: list[_Failed] = []
     waiting = [*sizes]
     while waiting:
         sized = waiting.pop(0)
@@ -97,22 +97,20 @@ def search(
     flushing = [trial for trial in trials if trial.schedule.synchronous and trial.candidate.mode != PINNED]
     fastest = min((trial.pace for trial in flushing), default=0.0)
     by_pace = sorted(_by_pair(flushing).items(), key=lambda pair: min(trial.pace for trial in pair[1]))
-    for (schedule, microbatches), own in by_pace:
-        near = min(trial.pace for trial in own) <= NEAR * fastest
-        if near and min(trial.least for trial in own) < fastest:
+    for (schedule, microbatches), pair_trials in by_pace:
+        near = min(trial.pace for trial in pair_trials) <= NEAR * fastest
+        if near and min(trial.least for trial in pair_trials) < fastest:
             say(f"{schedule}, {counted(microbatches)}: moving cuts")
-            found = _improved(own, question)
-            trials += found
-            fastest = min([fastest, *(trial.pace for trial in found)])
+            better = _improved(pair_trials, question)
+            trials += better
+            fastest = min([fastest, *(trial.pace for trial in better)])
     within = simplest(trials)
     best = _beyond_noise(within, trials)
     compared = () if best is within else (within.partition,)
     return Ranking(best, (*_rows(trials, best), *refused), (*compared, best.partition))
 
 
-def _more_may_gain(
-    largest: Sized, trials: Sequence[SimulatedPlan], failed: Sequence[tuple[FxpipeError, Candidate, Sized]]
-) -> bool:
+def _more_may_gain(largest: Sized, trials: Sequence[SimulatedPlan], failed: Sequence[_Failed]) -> bool:
     """Whether still more microbatches than the largest number may be better.
 
     They may where it is better than all others: faster, or, where nothing fits yet, in need of less memory. And where
@@ -123,10 +121,11 @@ def _more_may_gain(
         return min((value for value, sized in values if (sized is largest) == of_largest), default=inf)
 
     if not trials:
-        shares = [(_share_of(one), one[2]) for one in failed]
+        shares = [(_share_of(one), one[1].sized) for one in failed]
         return best(shares, True) < (1 - TIE) * best(shares, False)
-    paces = [(trial.pace, trial.sized) for trial in trials]
-    fastest = min((trial for trial in trials if trial.sized is largest), key=lambda trial: trial.pace, default=None)
+    paces = [(trial.pace, trial.candidate.sized) for trial in trials]
+    largest_trials = [trial for trial in trials if trial.candidate.sized is largest]
+    fastest = min(largest_trials, key=lambda trial: trial.pace, default=None)
     again = fastest is not None and any(load.recompute for load in fastest.partition.loads)
     return best(paces, True) < (1 + ALIKE if again else 1 - TIE) * best(paces, False)
 
@@ -138,7 +137,7 @@ class _Planning:
         self.sized, self.question = sized, question
         self.say: Say = lambda text: say(f"{counted(sized.microbatches)}: {text}")
         self.refused: list[ScheduleForecast] = []
-        self.failed: list[tuple[FxpipeError, Candidate, Sized]] = []
+        self.failed: list[_Failed] = []
         self._plans = Plans(self.say)
 
     def trials(self) -> list[SimulatedPlan]:
@@ -148,13 +147,13 @@ class _Planning:
         for candidate in candidates(self.question, self.sized):
             by_schedule.setdefault(candidate.schedule, []).append(candidate)
         ordered = sorted(by_schedule.items(), key=lambda pair: -len(pair[1]))  # wide ones serve narrow ones
-        for number, (schedule, own) in enumerate(ordered, 1):
+        for number, (schedule, schedule_candidates) in enumerate(ordered, 1):
             self.say(f"planning for {schedule}, {number} of {len(ordered)} schedules")
             try:
-                planned += self._planned(own)
+                planned += self._planned(schedule_candidates)
             except (TooLittleMemory, PolicyError) as error:
-                self._refuse(own[-1], error)
-        trials = [judge.trial(found[judge.candidate.mode]) for judge, found in planned]
+                self._refuse(schedule_candidates[-1], error)
+        trials = [judge.trial(plans[judge.candidate.mode]) for judge, plans in planned]
         if self.sized.fixed is None:
             for (judge, _), trial in zip(planned, trials[:], strict=True):
                 trials += between_branches(judge, trial, borders(judge.profile, judge.workers.count))
@@ -167,10 +166,10 @@ class _Planning:
             TooLittleMemory: none fits.
             PolicyError: the schedule is refused.
         """
-        judges = [Judge.of(candidate, self.sized, self.question) for candidate in own]
+        judges = [Judge.of(candidate, self.question) for candidate in own]
         if self.sized.fixed is not None:
             return [(judge, {PINNED: _fixed(judge)}) for judge in judges]
-        found: list[tuple[Judge, Found]] = []
+        fitting: list[tuple[Judge, Found]] = []
         short: TooLittleMemory | None = None
         for profile in {id(judge.profile): judge.profile for judge in judges}.values():
             group = [judge for judge in judges if judge.profile is profile]
@@ -180,27 +179,27 @@ class _Planning:
             except TooLittleMemory as error:
                 short = error if short is None or error.share < short.share else short
                 continue
-            found += [(judge, plans) for judge in group if judge.candidate.mode in plans]
-        if not found:
+            fitting += [(judge, plans) for judge in group if judge.candidate.mode in plans]
+        if not fitting:
             assert short is not None
             raise short
-        return found
+        return fitting
 
     def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
         """Plans that were made for other schedules, where they fit: their objectives are the same."""
         tried = {(t.candidate.schedule, t.candidate.mode, t.cuts) for t in trials}
-        found = []
+        borrowed = []
         for judge, _ in planned:
             for trial in trials:
                 key = (judge.candidate.schedule, trial.candidate.mode, trial.cuts)
                 same = trial.candidate.mode == judge.candidate.mode and trial.placement == judge.placement
                 if same and trial.candidate.mode != PINNED and key not in tried:
                     tried.add(key)
-                    found += [other for other in judge.of_cuts([trial.partition.cuts]) if other is not None]
-        return found
+                    borrowed += [other for other in judge.of_cuts([trial.partition.cuts]) if other is not None]
+        return borrowed
 
     def _refuse(self, candidate: Candidate, error: TooLittleMemory | PolicyError) -> None:
-        self.failed.append((error, candidate, self.sized))
+        self.failed.append((error, candidate))
         row = ScheduleForecast(candidate.schedule, self.question.policy or "", candidate.microbatches, why=error.what)
         if isinstance(error, TooLittleMemory):
             policy = self.question.setting(self.sized, candidate.schedule).policy or ""
@@ -217,29 +216,29 @@ def _fixed(judge: Judge) -> Partition:
     Raises:
         TooLittleMemory: they do not fit.
     """
-    cuts, workers = judge.sized.fixed, judge.workers
+    cuts, workers = judge.candidate.sized.fixed, judge.workers
     assert cuts is not None
-    found = of_cuts(judge.profile, workers, cuts)
-    shares = [load.memory / memory for load, memory in zip(found.loads, workers.memory, strict=True)]
+    priced = of_cuts(judge.profile, workers, cuts)
+    shares = [load.memory / memory for load, memory in zip(priced.loads, workers.memory, strict=True)]
     if max(shares) > 1 + EPSILON:
         fullest = shares.index(max(shares))
-        room = f"{size(found.loads[fullest].memory, enough=True)} on worker {fullest}"
+        room = f"{size(priced.loads[fullest].memory, enough=True)} on worker {fullest}"
         what = f"these cuts do not fit into memory: they need {room}, which has {size(workers.memory[fullest])}"
         raise TooLittleMemory(what, max(shares), hint="give it that much, or let the planner choose the cuts")
-    return found
+    return priced
 
 
-def _raise(failed: Sequence[tuple[FxpipeError, Candidate, Sized]], question: Question, say: Say) -> NoReturn:
+def _raise(failed: Sequence[_Failed], question: Question, say: Say) -> NoReturn:
     """Nothing fits: say what would have to change for the candidate that needs the least memory."""
     short = [one for one in failed if isinstance(one[0], TooLittleMemory)]
     if not short:
         raise failed[0][0]
-    error, candidate, sized = min(short, key=_share_of)
-    if sized.fixed is None:  # once more, for its advice
-        setting = question.setting(sized, candidate.schedule)
-        profile = sized.profile(candidate.schedule, candidate.mode)
+    error, candidate = min(short, key=_share_of)
+    if candidate.sized.fixed is None:  # once more, for its advice
+        setting = question.setting(candidate.sized, candidate.schedule)
+        count = len(setting.placement) or question.workers
         try:
-            advised_partitions(profile, setting, len(setting.placement) or question.workers, (candidate.mode,), say)
+            advised_partitions(candidate.profile, setting, count, (candidate.mode,), say)
         except TooLittleMemory as advised:
             error = advised
     if len(short) > 1:
@@ -247,7 +246,7 @@ def _raise(failed: Sequence[tuple[FxpipeError, Candidate, Sized]], question: Que
     raise error
 
 
-def _share_of(failed: tuple[FxpipeError, Candidate, Sized]) -> float:
+def _share_of(failed: _Failed) -> float:
     error = failed[0]
     return error.share if isinstance(error, TooLittleMemory) else inf
 
@@ -260,10 +259,10 @@ def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
 
 def _beyond_noise(best: SimulatedPlan, trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
     """The same schedule with fewer kinds of cuts, where more gain no more than the noise of the measured times."""
-    profile = best.sized.profile(best.candidate.schedule, best.candidate.mode)
+    profile = best.candidate.profile
     least = best.pace / max(1 - profile.noise(len(best.partition.loads)), 1e-9)
-    own = _by_pair(trials)[best.candidate.schedule, best.candidate.microbatches]
-    alike = [t for t in own if t.pace <= least and t.candidate.mode in MODES]
+    pair_trials = _by_pair(trials)[best.candidate.schedule, best.candidate.microbatches]
+    alike = [t for t in pair_trials if t.pace <= least and t.candidate.mode in MODES]
     return min(alike, key=lambda t: (MODES.index(t.candidate.mode), t.pace)) if profile.noise(1) and alike else best
 
 
@@ -274,24 +273,23 @@ def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
 
 def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
     """The best trial of each kind of cuts of one schedule, after moving its cuts."""
-    found: list[SimulatedPlan] = []
+    improved: list[SimulatedPlan] = []
     for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
-        starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
+        starts = [t for t in (*own, *improved) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
         starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
-        candidate = replace(starts[0].candidate, mode=mode)
-        better = climb(Judge.of(candidate, starts[0].sized, question), starts, SIMULATIONS)
-        found += [] if any(better is start for start in starts) else [better]
-    return found
+        better = climb(Judge.of(replace(starts[0].candidate, mode=mode), question), starts, SIMULATIONS)
+        improved += [] if any(better is start for start in starts) else [better]
+    return improved
 
 
 def _rows(trials: Sequence[SimulatedPlan], best: SimulatedPlan) -> list[ScheduleForecast]:
     """Each schedule and number of microbatches with its own best cuts; the best of all first."""
-    found = [(best, "")]
-    for pair, own in _by_pair(trials).items():
+    rows = [(best, "")]
+    for pair, pair_trials in _by_pair(trials).items():
         if pair != (best.candidate.schedule, best.candidate.microbatches):
-            trial = simplest(own)
-            found.append((trial, reason(trial, best)))
-    found[1:] = sorted(found[1:], key=lambda pair: pair[0].pace)
+            trial = simplest(pair_trials)
+            rows.append((trial, reason(trial, best)))
+    rows[1:] = sorted(rows[1:], key=lambda pair: pair[0].pace)
     return [
         ScheduleForecast(
             trial.setting.schedule,
@@ -304,12 +302,12 @@ def _rows(trials: Sequence[SimulatedPlan], best: SimulatedPlan) -> list[Schedule
             staleness=trial.staleness,
             why=why,
         )
-        for trial, why in found
+        for trial, why in rows
     ]
 
 
 def _by_pair(trials: Sequence[SimulatedPlan]) -> dict[_Pair, list[SimulatedPlan]]:
-    found: dict[_Pair, list[SimulatedPlan]] = {}
+    by_pair: dict[_Pair, list[SimulatedPlan]] = {}
     for trial in trials:
-        found.setdefault((trial.candidate.schedule, trial.candidate.microbatches), []).append(trial)
-    return found
+        by_pair.setdefault((trial.candidate.schedule, trial.candidate.microbatches), []).append(trial)
+    return by_pair

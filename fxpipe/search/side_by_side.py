@@ -1,4 +1,4 @@
-"""The planner's cuts, moved to the borders of branches where that gains something, for a schedule that is given."""
+"""The planner's cuts, with advice where nothing fits; for a given schedule also at the borders of branches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from fxpipe.planner.advice import advised_partitions
+from fxpipe.errors import CutError, ProfileError, ScheduleError
 from fxpipe.planner.branches import borders, cut_at
-from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts, partitions
+from fxpipe.planner.candidates import MODES
+from fxpipe.planner.partition import Partition, TooLittleMemory, fits, of_cuts, partitions
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 from fxpipe.search.candidate import Candidate, Sized
 from fxpipe.search.climb import climb
@@ -43,20 +45,20 @@ def planned_side_by_side(
     places = borders(profile, count)
     schedule = setting.schedule_of(count)
     try:
-        found = advised_partitions(profile, setting, count, modes, say)
+        plain = advised_partitions(profile, setting, count, modes, say)
     except TooLittleMemory as error:
         if not places:
             raise
-        found, short = partitions(profile, replace(setting, memory=()).workers(count), modes, say), error
+        plain, short = partitions(profile, replace(setting, memory=()).workers(count), modes, say), error
     if not places or schedule.several or schedule.replicas:
         if short is not None:
             raise short
-        return found
+        return plain
     better = {}
-    for mode, partition in found.items():
+    for mode, partition in plain.items():
         say(f"{mode}: cutting between branches")
-        candidate, sized = Candidate(setting.schedule, setting.microbatches, mode), Sized(setting, profile, profile)
-        judge = Judge(candidate, sized, setting, profile, setting.workers(count))
+        candidate = Candidate(Sized(setting, profile, profile), setting.schedule, mode)
+        judge = Judge(candidate, setting, setting.workers(count))
         first = judge.trial(partition)
         trials = [*([first] if short is None else []), *between_branches(judge, first, places)]
         if not trials:
@@ -75,9 +77,62 @@ def planned_side_by_side(
 
 def between_branches(judge: Judge, trial: SimulatedPlan, places: Sequence[int]) -> list[SimulatedPlan]:
     """Trials with cuts at the borders of branches, near those of a trial and others, as far as they fit."""
-    found = []
+    trials = []
     for cuts in dict.fromkeys(cut_at(judge.profile, places, trial.partition.cuts)) if places else ():
         priced = of_cuts(judge.profile, judge.workers_of(cuts), cuts, mode=trial.candidate.mode)
         if isfinite(priced.bottleneck):
-            found.append(judge.trial(replace(priced, lower_bound=trial.partition.lower_bound)))
-    return found
+            trials.append(judge.trial(replace(priced, lower_bound=trial.partition.lower_bound)))
+    return trials
+
+
+_TRIED = (1, 2, 3, 4)
+"""How many more workers are tried, and, above 1, how many times as many."""
+
+
+def advised_partitions(
+    profile: Profile,
+    setting: Setting,
+    count: int,
+    modes: Sequence[str] = MODES,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Partition]:
+    """Like `partitions`, for `count` workers; if nothing fits, the error says what would be enough.
+
+    Raises:
+        TooLittleMemory: nothing fits; the hint has the memory and the number of workers that would be enough.
+    """
+    workers = setting.workers(count)
+    try:
+        return partitions(profile, workers, modes, say)
+    except TooLittleMemory as error:
+        if len(set(setting.memory)) > 1 or len(set(setting.speeds)) > 1:
+            error.hint = "give that worker more memory, or use more workers"
+            raise
+        enough = f"give every worker {size(error.share * setting.memory[0], enough=True)}"
+        more = _enough_workers(profile, setting, count, say)
+        several = setting.schedule_of(count).several
+        alone = "" if several else "; more workers alone do not help"
+        error.hint = f"{enough}, or use -n {more}" if more else f"{enough}{alone}"
+        if setting.recompute == "none":
+            error.hint += "; or let backwards compute values again (--recompute auto)"
+        raise
+
+
+def _enough_workers(
+    profile: Profile,
+    setting: Setting,
+    count: int,
+    say: Callable[[str], None],
+) -> int | None:
+    """The smallest number of workers that fits, among the next few and a few larger ones."""
+    if setting.schedule_of(count).several:
+        return None  # several workers share a process, so more of them may not help
+    tried = sorted({count + more for more in _TRIED} | {count * times for times in _TRIED[1:]})
+    for more in tried:
+        say(f"does it fit into {more} workers?")
+        try:
+            if fits(profile, setting.workers(more)):
+                return more
+        except (CutError, ProfileError, ScheduleError):  # links or placement are for another number of workers
+            return None
+    return None

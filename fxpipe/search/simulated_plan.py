@@ -20,11 +20,10 @@ from fxpipe.policy.costs import delay
 from fxpipe.schedule import Schedule
 from fxpipe.schedule.graph import Graph
 from fxpipe.schedule.versions import versions_of
-from fxpipe.search.candidate import Candidate, Question, Sized
+from fxpipe.search.candidate import Candidate, Question
 from fxpipe.simulator.of_partition import scenario_of_partition
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
-from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.simulator.simulate import Simulation, simulate, steady_minibatches
 
 ThreeCuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of forward, backward and weight gradients."""
@@ -40,7 +39,6 @@ class SimulatedPlan:
     """
 
     candidate: Candidate
-    sized: Sized
     setting: Setting
     partition: Partition
     scenario: Scenario
@@ -55,7 +53,7 @@ class SimulatedPlan:
     @property
     def pace(self) -> float:
         """The same, comparable with trials of other numbers of microbatches."""
-        return self.sized.share(self.seconds)
+        return self.candidate.sized.share(self.seconds)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -99,7 +97,7 @@ class SimulatedPlan:
     def least(self) -> float:
         """About the least that any cuts take, as `pace`: no process waits, and nothing is computed again."""
         again = self.setting.microbatches * sum(load.recompute for load in self.partition.loads)
-        return self.sized.share(self.busy - again / self.schedule.ranks)
+        return self.candidate.sized.share(self.busy - again / self.schedule.ranks)
 
     @cached_property
     def waits_for_links(self) -> float:
@@ -114,14 +112,17 @@ class Judge:
     """Simulates plans of one candidate.
 
     Attributes:
-        profile, workers: what the candidate's schedule makes of its units and its workers.
+        setting, workers: what its schedule makes of the setting and of the workers.
     """
 
     candidate: Candidate
-    sized: Sized
     setting: Setting
-    profile: Profile
     workers: Workers
+
+    @property
+    def profile(self) -> Profile:
+        """What the units cost."""
+        return self.candidate.profile
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -134,16 +135,16 @@ class Judge:
         return CostModel(self.profile, self.workers)
 
     @staticmethod
-    def of(candidate: Candidate, sized: Sized, question: Question) -> Judge:
+    def of(candidate: Candidate, question: Question) -> Judge:
         """A judge of one candidate, with the workers that its schedule has.
 
         Raises:
             PolicyError: the policy makes no sense with it.
         """
-        setting, placement = question.setting(sized, candidate.schedule), question.placement(candidate.schedule)
+        setting = question.setting(candidate.sized, candidate.schedule)
+        placement = question.placement(candidate.schedule)
         assert placement is not None
-        profile = sized.profile(candidate.schedule, candidate.mode)
-        return Judge(candidate, sized, setting, profile, setting.workers(len(placement)))
+        return Judge(candidate, setting, setting.workers(len(placement)))
 
     def workers_of(self, cuts: Cuts) -> Workers:
         """The workers, with the graph that they have with these cuts, so that they hold what that needs."""
@@ -159,9 +160,9 @@ class Judge:
             partition = replace(priced, lower_bound=min(partition.lower_bound, priced.bottleneck))
         scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
-        return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation, graph)
+        return SimulatedPlan(self.candidate, self.setting, partition, scenario, simulation, graph)
 
     def of_cuts(self, cuts: Sequence[Cuts]) -> Iterator[SimulatedPlan | None]:
         """The trials of other cuts, each when it is asked for; None if they do not fit into memory."""
-        for found in of_all_cuts(self.costs, cuts, self.candidate.mode):
-            yield self.trial(found) if isfinite(found.bottleneck) else None
+        for partition in of_all_cuts(self.costs, cuts, self.candidate.mode):
+            yield self.trial(partition) if isfinite(partition.bottleneck) else None

@@ -62,10 +62,10 @@ class Direction:
                 arrived.append(message)
         return arrived
 
-    def carry_all(self, wanted: Waiting) -> list[Waiting]:
+    def carry_all(self, last: Waiting) -> list[Waiting]:
         """Carry the rest of a message, and what precedes it; no urgent message is sent before its last chunk begins."""
         arrived: list[Waiting] = []
-        while wanted not in arrived and (message := self._first()) is not None:
+        while last not in arrived and (message := self._first()) is not None:
             self._carry(message, inf)
             arrived.append(message)
         return arrived

@@ -10,9 +10,8 @@ from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.schedule import Async, AsyncLate
 from fxpipe.simulator.of_build import scenario_of
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
-from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.simulator.simulate import Simulation, simulate, steady_minibatches
 
 
 def forecast(
@@ -46,8 +45,8 @@ def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, fl
     """
     if plan.dp == 1 or plan.schedule != Async.name:
         return None
-    found = forecast(plan, costs, schedule=AsyncLate.name, policy=plan.policy).seconds_per_minibatch
-    return (AsyncLate.name, found) if found < LEAST * seconds else None
+    late_seconds = forecast(plan, costs, schedule=AsyncLate.name, policy=plan.policy).seconds_per_minibatch
+    return (AsyncLate.name, late_seconds) if late_seconds < LEAST * seconds else None
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:

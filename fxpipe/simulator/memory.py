@@ -10,18 +10,20 @@ The worker has its own process; `process_peaks` adds up several workers. While a
   + what was sent and may not be received yet                          `fxpipe.schedule.check.unreceived`
   + the receives posted for the next actions                           `fxpipe.schedule.action.LOOKAHEAD`
   + the most that the code of the action holds at once                 `PartMemory.peak`
+  + on CUDA graphs, instead of that: memory that graphs hold always    `_graphs`
 
 and while its update runs, what the optimizer's step takes (`StepMemory`) instead of the code's peak.
 
 Not counted: what operators and codecs allocate while they run, the user's data, checkpoints being written, averages of
-weights, evaluations, and gaps of an allocator. If a build has several shapes of batch, the first one counts.
+weights, evaluations, and gaps of an allocator. If a build has several shapes of batch, the first one counts; but CUDA
+graphs have memory for each.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -32,6 +34,9 @@ from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
 from fxpipe.schedule.action import LOOKAHEAD, Action, Event
 from fxpipe.schedule.check import unread, unreceived
+
+GRAPHS = "cudagraph"
+"""The engine whose parts are CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,9 @@ class ActionMemory:
 
 def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
     """The peak memory of each worker in a run that fills its pipeline; see the module."""
-    peaks = []
-    for worker in range(plan.workers):
-        own = demand.of_worker(worker)
-        peaks.append(_peak(plan, costs, own, [(worker, action) for action in own.schedule.until(worker, filling(own))]))
-    return tuple(peaks)
+    alone = [demand.of_worker(worker) for worker in range(plan.workers)]
+    rows = ([(worker, action) for action in of.schedule.until(worker, filling(of))] for worker, of in enumerate(alone))
+    return tuple(_peak(plan, costs, of, row) for of, row in zip(alone, rows, strict=True))
 
 
 def process_peaks(plan: Plan, costs: BuildCosts, demand: Demand) -> tuple[int, ...]:
@@ -113,7 +116,9 @@ class _RowWalk:
     def __init__(self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.schedule, self.row = demand.schedule, row
         summary: WorkerSummary = costs.workers[worker]
-        self.parts = {part.phase: part for part in summary.parts}
+        engine = plan.stages[worker].engine
+        graphs = [part for part in summary.parts if engine(part.phase) == GRAPHS]
+        self.parts = {part.phase: _replayed(part) if part in graphs else part for part in summary.parts}
         self._weights = held_weights(demand, worker, row)
         trained = [p.tensor for p in plan.owned(worker) if p.trained]
         several = plan.microbatches > 1  # gradients to add up, of microbatches or replicas
@@ -128,13 +133,14 @@ class _RowWalk:
         self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
+        self._fixed += _graphs(plan, demand, worker, graphs)
         if plan.outer is not None:
-            own = sum(tensor.bytes for tensor in trained)
-            self._fixed += plan.outer.kept * own
-            self._step = max(self._step, 3 * own)  # sent, received, and the sum
+            trained_bytes = sum(tensor.bytes for tensor in trained)
+            self._fixed += plan.outer.kept * trained_bytes
+            self._step = max(self._step, 3 * trained_bytes)  # sent, received, and the sum
         if step.keeps_update and demand.policy.predicts and not demand.policy.weight_form:
             self._fixed += sum(updated)
-        leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
+        leaves = [leaf.tensor.bytes for leaf in plan.step.batch if leaf.tensor is not None]
         self._microbatch = float(sum(leaves)) if plan.stages[worker].forward.batch else 0.0
         self._parts: dict[Phase, list[PartMemory]] = {
             of_action: [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == of_action]
@@ -204,6 +210,23 @@ class _RowWalk:
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
         return self._fixed + self._sums + self._closed + sum(self._left.values()) + self._waiting + sent
+
+
+def _replayed(part: PartMemory) -> PartMemory:
+    """The memory of a part that is a CUDA graph, but for what the graph holds always."""
+    held = part.arguments + part.results
+    return replace(part, peak=held, peak_unreceived=held + part.peak_unreceived - part.peak)
+
+
+def _graphs(plan: Plan, demand: Demand, worker: int, parts: Sequence[PartMemory]) -> int:
+    """What CUDA graphs hold always: copies of what they read, of weights only of those that move, and their results;
+    and once, since they run one after the other, the most that one of them makes in between."""
+    policy, synchronous = demand.policy, demand.schedule.synchronous
+    moves = policy.predicts or not (synchronous or policy.name == "latest")
+    moved = {p.name: p.tensor.bytes for p in plan.parameters if moves or p.owner != worker}
+    weights = sum(moved.get(name, 0) for part in parts for name in plan.stages[worker].part(part.phase).weights)
+    fixed = weights + sum(part.arguments + part.results for part in parts)
+    return len(plan.steps) * fixed + max((part.inside - part.results for part in parts), default=0)
 
 
 def _received(sent: deque[Any], before: int) -> None:

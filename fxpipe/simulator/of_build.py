@@ -120,7 +120,7 @@ def exposed_sums(plan: Plan, worker: int, links: Links, backward: float, minibat
     if replicas == 1 or not buckets:
         return 0.0, 0.0
     once = [_round(plan, bucket, replicas) / bandwidth + latency for bucket in buckets]
-    times, after = (once, sum(once)) if plan.sharded else ([2 * each for each in once], 0.0)
+    times, after = (once, sum(once)) if plan.sharded else ([2 * time for time in once], 0.0)
     copied = 4 * (replicas - 1) / replicas * sum(bucket.bytes for bucket in buckets)  # sent and received
     return max(times[-1], sum(times) - backward) + after, copied
 

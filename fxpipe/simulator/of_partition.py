@@ -92,9 +92,9 @@ class _Messages:
         yield from self._messages()
 
     def _messages(self) -> Iterator[Message]:
-        for (way, _), (size, made, needed) in sorted(self.found.items()):
+        for (way, _), (size, made_at, needed) in sorted(self.found.items()):
             kind = "saved" if way[1] == "F" != way[3] else ""
-            yield Message(*way, size, made, needed, turn=turn_of(kind, size))
+            yield Message(*way, size, made_at, needed, turn=turn_of(kind, size))
 
     def _share(self, worker: int, unit: int) -> float:
         """The share of a worker's forward that is over when a unit begins."""
@@ -102,15 +102,15 @@ class _Messages:
         whole = self.forward[end] - self.forward[first]
         return min(max((self.forward[unit] - self.forward[first]) / whole, 0.0), 1.0) if whole else 0.0
 
-    def _save(self, source: int, target: int, size: float, made: float, phase: Phase = "B") -> None:
+    def _save(self, source: int, target: int, size: float, made_at: float, phase: Phase = "B") -> None:
         """Bytes that a forward saves for a backward on another worker; a later worker gets activations first."""
-        self._add((source, "F", target, phase), self.ratios.saved * size, 1.0 if source < target else made)
+        self._add((source, "F", target, phase), self.ratios.saved * size, 1.0 if source < target else made_at)
 
-    def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
+    def _add(self, key: _Key, size: float, made_at: float = 1.0, needed: float = 0.0) -> None:
         if key[0] != key[2] and size:
-            part = key, int(made * PARTS)
+            part = key, int(made_at * PARTS)
             before = self.found.get(part, (0.0, 0.0, 1.0))
-            self.found[part] = (before[0] + size, max(before[1], made), min(before[2], needed))
+            self.found[part] = (before[0] + size, max(before[1], made_at), min(before[2], needed))
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
         """A value that is sent from reader to reader: each forwards it when it has arrived (`handed_on_by`)."""
@@ -122,12 +122,12 @@ class _Messages:
         by = handed_on_by(home, targets, self.reach, value.batch)
         arrived: list[tuple[int, float]] = []
         for target, before in zip(targets, by, strict=True):
-            source, made = (home, made_at_home) if before is None else arrived[before]
+            source, made_at = (home, made_at_home) if before is None else arrived[before]
             needed = 0.0
             if forward:
                 needed = self._share(target, min(r for r in value.readers if owner[r] == target))
             ratio = self.ratios.activation if forward else self.ratios.gradient
-            self._add((source, chain, target, chain), ratio * value.bytes, made, needed)
+            self._add((source, chain, target, chain), ratio * value.bytes, made_at, needed)
             arrived.append((target, needed if forward else 1.0))
 
     def _saved(self) -> None:
@@ -139,17 +139,17 @@ class _Messages:
                 continue
             of_b = 0.0 if again(backward, i) else unit.saved_bytes - unit.weight_saved_bytes
             of_w = unit.saved_bytes if unit.weight_ms and not again(weight, i) else 0.0
-            made = self._share(source, i + 1)
+            made_at = self._share(source, i + 1)
             if backward == weight:
-                self._save(source, backward, max(of_b, of_w), made)
+                self._save(source, backward, max(of_b, of_w), made_at)
             else:
-                self._save(source, backward, of_b, made)
-                self._save(source, weight, of_w, made, self.weights_phase)
+                self._save(source, backward, of_b, made_at)
+                self._save(source, weight, of_w, made_at, self.weights_phase)
                 if unit.weight_ms:
                     self._add((backward, "B", weight, self.weights_phase), self.ratios.gradient * unit.gradient_bytes)
             for k in {backward, weight}:
                 if again(k, i):
-                    self._save(source, k, unit.fixed_bytes, made)
+                    self._save(source, k, unit.fixed_bytes, made_at)
         for k, first, _ in self.cuts.recompute:
             self._entering(k, first)
 

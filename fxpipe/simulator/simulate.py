@@ -12,10 +12,12 @@ which a worker waits arrives; so its time is known, too, and that worker continu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import isclose
 from operator import itemgetter
+from typing import Literal, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.urgency import URGENT
@@ -23,9 +25,50 @@ from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import play, read
 from fxpipe.simulator.channel import Channel, Waiting
-from fxpipe.simulator.result import Simulation, Span
 from fxpipe.simulator.scenario import NEVER, Scenario
 from fxpipe.simulator.script import Script, scripts
+
+Kind = Literal["F", "B", "W", "update"]
+
+
+class Span(NamedTuple):  # a tuple: a run has tens of thousands
+    """A time in which a worker is busy without a break: part of an action between two waits, or the update at its end.
+
+    The last span of an action ends when the action ends, and has no length if the action ends with a wait.
+    """
+
+    kind: Kind
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A finished run, from an empty pipeline to an empty pipeline. Times are seconds from its start.
+
+    Attributes:
+        spans: by worker, in order. Between them, and before the first, the worker waits.
+        finished: when worker 0 ended each minibatch.
+        seconds: the whole run.
+        seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or
+            over one repetition if they repeat. With separate weight gradients it is the slope of the slowest worker,
+            since other workers do not wait for it at once. Without a flush, the last minibatches, while the pipeline
+            empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
+            mean of the whole run.
+        bubble: the share of the ranks' time in the steady state in which they are idle.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    finished: tuple[float, ...]
+    seconds: float
+    seconds_per_minibatch: float
+    bubble: float
+
+    def samples_per_second(self, samples_per_minibatch: float) -> float:
+        """The throughput of the steady state; `inf` if nothing costs anything."""
+        seconds = self.seconds_per_minibatch
+        return samples_per_minibatch / seconds if seconds else float("inf")
 
 
 def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simulation:
@@ -137,18 +180,18 @@ class _Simulator:
                 if sends:
                     clock = self._send(channel, number, clock)
                     continue
-                wanted = number
+                awaited = number
                 if lags is not None:
                     if (lag := lags[action.microbatch]) == NEVER:
                         continue
-                    wanted = max(0, action.minibatch - lag)
-                if channel.ready[wanted] is None:
-                    channel.asleep = wanted
+                    awaited = max(0, action.minibatch - lag)
+                if channel.ready[awaited] is None:
+                    channel.asleep = awaited
                     yield
-                ready = channel.ready[wanted]
+                ready = channel.ready[awaited]
                 assert ready is not None
-                copy = 0.0 if channel.copied[wanted] else channel.copy
-                channel.copied[wanted] = True
+                copy = 0.0 if channel.copied[awaited] else channel.copy
+                channel.copied[awaited] = True
                 if ready - copy > clock:
                     if clock > begin:
                         spans.append(Span(action.phase, action, begin, clock))

@@ -9,23 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EXACT = 1e-4
+"""The largest relative error that counts as right; rounding alone may explain a larger one."""
+
+TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
+"""The same for what is not computed in float64, by the coarsest of the values' dtypes; else `EXACT`."""
+
 FLOOR = 1e-3
 """Errors are relative to the tensor's norm, or to this fraction of what is usual among its peers, if that is larger."""
 
 FLOOR_OF_SUMS = 1e-2
 """The same for gradients: if terms cancel, as for a bias before a batch norm, only rounding is left."""
 
-TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
-"""The largest relative error that counts as rounding, by the coarsest of the values' dtypes; else `EXACT`."""
-
-EXACT = 1e-4
+AMPLIFIED = 1e-2
+"""The largest relative error that counts as rounding where a step amplifies it, or is computed in other dtypes."""
 
 HUGE = 1e3
 """Elements this many times larger than usual, like the −1e9 of a mask, are compared separately."""
 
 SLACK, SLACK_OF_ENGINES = 3, 10
 """If both errors are only rounding, that of a captured step, or of an engine, may be this many times larger than
-eager's: of a few numbers, which one order of summation happened to round well, an engine rounded 3.2 times as far."""
+eager's, or than the effect of a rounding error in every weight: of a few numbers, which one order of summation happened
+to round well, an engine rounded 3.2 times as far."""
 
 NAN = "is NaN in the stage's own code, so nothing can be compared"
 
@@ -63,10 +68,43 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def tolerance(dtypes: Iterable[str], autocast: str | None = None) -> float:
+def norm(value: Tensor) -> float:
+    """The Euclidean norm of all elements."""
+    return value.detach().to(wide_dtype(value)).norm().item()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference; infinite for tensors of different shapes."""
+    if found.shape != expected.shape:
+        return math.inf
+    wide = wide_dtype(expected)
+    return norm(found.detach().to(wide) - expected.detach().to(wide))
+
+
+def relative_error(found: Tensor | None, expected: Tensor, least: float = 0.0) -> float:
+    """The norm of the difference over the norm of what is expected, or over `least` if that is more.
+
+    Infinite if `found` is missing or of another shape, or if other values are infinite or NaN than expected.
+    """
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    off = distance(found, expected)
+    if math.isfinite(off):
+        return off / max(norm(expected), least, 1e-30)
+    wide = wide_dtype(expected)
+    return 0.0 if torch.allclose(found.detach().to(wide), expected.detach().to(wide), equal_nan=True) else math.inf
+
+
+def error_of_all(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative error of all tensors together, as if they were one; `found` has all that are expected."""
+    off = math.hypot(*(distance(found[name], value) for name, value in expected.items()))
+    return off / max(math.hypot(*map(norm, expected.values())), 1e-30)
+
+
+def tolerance(dtypes: Iterable[str | torch.dtype], autocast: str | None = None) -> float:
     """The largest relative error that counts as right if these dtypes take part."""
-    found = {*dtypes, *(["bfloat16"] if autocast else [])}
-    return max((limit for dtype, limit in TOLERANCE.items() if dtype in found), default=EXACT)
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes} | ({"bfloat16"} if autocast else set())
+    return max((limit for dtype, limit in TOLERANCE.items() if dtype in names), default=EXACT)
 
 
 def compare(
@@ -112,11 +150,10 @@ def rounding_alone(
     if math.isinf(difference.error):
         return False
     try:
-        truth = dict(zip(names, exact(), strict=True))[difference.output].to(torch.float64)
+        truth = dict(zip(names, exact(), strict=True))[difference.output]
     except Exception:  # an operator that has no float64
         return False
-    values = (found[difference.output], expected[difference.output].value)
-    off, allowed = ((value.to(torch.float64) - truth).norm().item() for value in values)
+    off, allowed = (distance(value, truth) for value in (found[difference.output], expected[difference.output].value))
     return off <= SLACK_OF_ENGINES * allowed
 
 
@@ -132,8 +169,6 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
         wrong = int((found != expected).sum())
         reason = f"differs in {wrong} of {expected.numel()} elements"
         return Difference(name, math.inf, reason) if wrong else Difference(name, 0.0)
-    wide = wide_dtype(expected)
-    found, expected = found.to(wide), expected.to(wide)
     if expected.isnan().any():
         if not nan_equals_nan:
             return Difference(name, math.inf, NAN)
@@ -147,16 +182,13 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
     if not torch.equal(found[infinite], expected[infinite]):
         return Difference(name, math.inf, "is infinite in other places")
     found, expected = found[~infinite], expected[~infinite]
-    errors = [0.0]
-    for group, least in zip(_groups(expected), (floor, 0.0), strict=True):
-        norm = (found[group] - expected[group]).norm().item()
-        errors.append(norm / max(expected[group].norm().item(), least, 1e-30))
-    return Difference(name, max(errors))
+    groups = zip(_groups(expected), (floor, 0.0), strict=True)
+    return Difference(name, max(relative_error(found[group], expected[group], least) for group, least in groups))
 
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
     """Masks of the elements of usual size, and of those far above it: a mask of −1e9 would hide other errors."""
-    size = value.abs()
+    size = value.abs().double()
     usual = size[size > 0]
     if not usual.numel():
         return size >= 0, size < 0
@@ -183,11 +215,9 @@ def _size(row: Expected) -> float:
     value = row.value.detach()
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return 0.0
-    value = value.to(wide_dtype(value))
     value = value[value.isfinite()]
     value = value[_groups(value)[0]]
-    norm = value.norm().item()
-    return norm if row.summed or not value.numel() else norm / math.sqrt(value.numel())
+    return norm(value) if row.summed or not value.numel() else norm(value) / math.sqrt(value.numel())
 
 
 def _kind(tensor: Tensor) -> str:

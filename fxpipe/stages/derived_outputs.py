@@ -52,8 +52,8 @@ def trim(part: PurePart) -> TrimmedPart:
     inner = copy_graph(part.graph.graph)
     names = {n.name: n for n in inner.nodes}
     inner.erase_node(inner.output_node())
-    made = inner.output(tuple(names[b.name] for b in order))
-    made.meta["val"] = tuple(b.meta["val"] for b in order)
+    output = inner.output(tuple(names[b.name] for b in order))
+    output.meta["val"] = tuple(b.meta["val"] for b in order)
     inner.eliminate_dead_code(lambda n: n.op != "call_function")
     holders = [n for n in inner.nodes if n.op == "placeholder"]
     takes = tuple(i for i, n in enumerate(holders) if n.users)
@@ -73,12 +73,12 @@ def trim(part: PurePart) -> TrimmedPart:
 def _base(node: fx.Node) -> fx.Node:
     """The value that an engine must compute so that `node` costs nothing: a value of which `node` is a whole view."""
     size = node.meta["val"].numel()
-    found = node
+    base = node
     while _is_free_view(node):
         node = node.all_input_nodes[0]
         if node.op == "placeholder" or _is_free(node) or node.meta["val"].numel() <= size:
-            found = node
-    return found
+            base = node
+    return base
 
 
 def _is_free_view(node: fx.Node) -> bool:
@@ -103,23 +103,23 @@ def _row(base: fx.Node, output: PartOutput) -> PartOutput:
 
 def _rest(root: fx.GraphModule, outputs: Sequence[fx.Node], computed: Sequence[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in root.graph.nodes:
         if node.op == "placeholder":
-            made[node] = graph.placeholder(node.name)
+            copies[node] = graph.placeholder(node.name)
     for i, node in enumerate(computed):
-        made[node] = graph.placeholder(f"computed_{i}")
+        copies[node] = graph.placeholder(f"computed_{i}")
 
     def make(node: fx.Node) -> fx.Node:
         chain = []
-        while node not in made:
+        while node not in copies:
             chain.append(node)
             if not node.all_input_nodes:
                 break
             node = node.all_input_nodes[0]
         for link in reversed(chain):
-            made[link] = graph.node_copy(link, made.__getitem__)
-        return made[chain[0]] if chain else made[node]
+            copies[link] = graph.node_copy(link, copies.__getitem__)
+        return copies[chain[0]] if chain else copies[node]
 
     graph.output(tuple(make(node) for node in outputs))
     return fx.GraphModule(root, graph)

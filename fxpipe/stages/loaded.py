@@ -91,9 +91,9 @@ def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
         raise BuildError(
             f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}", hint=COMPILE_AGAIN
         ) from error
-    if found := _differences(tree, parts):
+    if differences := _differences(tree, parts):
         raise BuildError(
-            f"{path.name} does not match its plan: " + "; ".join(found),
+            f"{path.name} does not match its plan: " + "; ".join(differences),
             where=str(path),
             hint=COMPILE_AGAIN,
         )
@@ -128,11 +128,11 @@ def is_edited(source: bytes, spec: StageSpec) -> bool:
 
 def stage_line(error: BaseException, path: Path) -> str | None:
     """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None if there is none."""
-    found = None
+    line = None
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == str(path):
-            found = f"{path}:{frame.lineno}: {frame.line}"
-    return found
+            line = f"{path}:{frame.lineno}: {frame.line}"
+    return line
 
 
 def _refuse_unknown_operators(source: bytes, path: Path) -> None:
@@ -153,20 +153,20 @@ def _refuse_unknown_operators(source: bytes, path: Path) -> None:
 def _differences(tree: ast.Module, parts: Mapping[str, PartSpec]) -> list[str]:
     """The differences between a file's functions and the plan, in words; empty if they fit."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    found: list[str] = []
+    differences: list[str] = []
     for name, part in parts.items():
         if name not in functions:
-            found.append(f"there is no function {name}")
+            differences.append(f"there is no function {name}")
             continue
-        found += [f"{name} {text}" for text in _part_differences(functions[name], part, name)]
-    return found
+        differences += [f"{name} {text}" for text in _part_differences(functions[name], part, name)]
+    return differences
 
 
 def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
     arguments = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     if len(arguments) != len(ARGUMENTS[name]):
         return [f"takes ({', '.join(arguments)}), not ({', '.join(ARGUMENTS[name])})"]
-    found: list[str] = []
+    differences: list[str] = []
     nodes = list(ast.walk(function))
     for verbs, calls, expected in (
         ("receives", ("recv",), part.receives),
@@ -177,18 +177,18 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
         missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
         twice = sorted({n for n in names if names.count(n) > 1})
         if missing:
-            found.append(f"no longer {verbs} {', '.join(missing)}")
+            differences.append(f"no longer {verbs} {', '.join(missing)}")
         if extra:
-            found.append(f"{verbs} {', '.join(extra)}, which the plan does not know")
+            differences.append(f"{verbs} {', '.join(extra)}, which the plan does not know")
         if twice:
-            found.append(f"{verbs} {', '.join(twice)} more than once")
+            differences.append(f"{verbs} {', '.join(twice)} more than once")
     third_names = {"backward": part.saved, "weights": part.deferred}.get(name, part.batch)
     lengths = zip(arguments[:3], (len(part.weights), len(part.buffers), len(third_names)), strict=True)
     for argument, length in lengths:
         for count in _unpacked(nodes, argument):
             if count != length:
-                found.append(f"unpacks {count} values from {argument}, the plan has {length}")
-    return found + _return_differences(nodes, part, name)
+                differences.append(f"unpacks {count} values from {argument}, the plan has {length}")
+    return differences + _return_differences(nodes, part, name)
 
 
 def _message_names(nodes: Iterable[ast.AST], comm: str, calls: Collection[str]) -> list[str]:
@@ -218,7 +218,7 @@ def _unpacked(nodes: Iterable[ast.AST], argument: str) -> list[int]:
 
 def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> list[str]:
     """The differences in what the code returns literally; other returns are checked when they run."""
-    found = []
+    differences = []
     for node in nodes:
         if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple | ast.List)):
             continue
@@ -227,13 +227,13 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
             continue
         if name != "forward":
             evaluated = ("metrics and buffers" if part.updates else "metrics", (*part.metrics, *part.updates))
-            made = ("deferred values", part.deferred) if part.deferred else ("gradients", part.gradients)
-            word, names = {"backward": made, "weights": ("gradients", part.gradients)}.get(name, evaluated)
+            of_backward = ("deferred values", part.deferred) if part.deferred else ("gradients", part.gradients)
+            word, names = {"backward": of_backward, "weights": ("gradients", part.gradients)}.get(name, evaluated)
             if len(values) != len(names):
-                found.append(f"returns {len(values)} {word}, the plan has {len(names)}")
+                differences.append(f"returns {len(values)} {word}, the plan has {len(names)}")
             continue
         if len(values) != 3:
-            found.append(f"returns {len(values)} values, not (loss, buffers, saved)")
+            differences.append(f"returns {len(values)} values, not (loss, buffers, saved)")
             continue
         for value, length, word in (
             (values[1], len(part.updates), "buffers"),
@@ -241,8 +241,8 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
         ):
             literal = isinstance(value, ast.Tuple | ast.List)
             if literal and len(value.elts) != length:  # type: ignore[attr-defined]
-                found.append(f"returns {len(value.elts)} {word}, the plan has {length}")  # type: ignore[attr-defined]
-    return found
+                differences.append(f"returns {len(value.elts)} {word}, the plan has {length}")  # type: ignore[attr-defined]
+    return differences
 
 
 IN_A_STAGE = "if the file was edited, undo the edit; else debug it: fxpipe run BUILD --local --steps 1 --out debug/"

@@ -23,6 +23,9 @@ TRIED_SCALE = 1024.0
 are divided by the number of microbatches, whose gradients are then added up."""
 
 
+Compare = Callable[[int, int], None]
+"""Takes a minibatch and its checksum."""
+
 SAMPLED = 1024
 """About how many values of a tensor its checksum reads."""
 
@@ -32,7 +35,7 @@ class Minibatches:
 
     Args:
         source: the build's folder, or the texts of its files by name.
-        tensors: the constants for computing totals, by name, on the plan's device.
+        tensors: what totals are computed with, by name, on the plan's device, as it is when a minibatch is cut.
         loss_weight: the user's hook; None if the build has none.
 
     Raises:
@@ -54,25 +57,28 @@ class Minibatches:
             )
         self._plan = plan
         self._loss_weight = loss_weight if plan.loss_weight else None
-        given = plan.given
+        given = plan.step.given
         self._splitter = splitter_of(plan, plan.device)
         self._names = [leaf.name for leaf in given]
-        self._made = [leaf.name for leaf in plan.made]
+        self._made = [leaf.name for leaf in plan.step.made]
         losses = 1 if plan.outer is None else plan.dp
         self._shares = [slice(replica, None, losses) for replica in range(losses)]  # microbatches that share a loss
-        if plan.totals is not None:
-            (spec,), (code,) = plan.totals.stages, load_stages(plan.totals, source)
+        if plan.step.totals is not None:
+            (spec,), (code,) = plan.step.totals.stages, load_stages(plan.step.totals, source)
             self._function = code.functions["F"]
             self._arguments = spec.forward.batch
             self._taken = {
                 leaf.name: torch.ones(leaf.tensor.shape, dtype=getattr(torch, leaf.tensor.dtype), device=plan.device)
-                for leaf in plan.totals.batch
-                if leaf.tensor is not None and leaf.name in plan.totals.metrics
+                for leaf in plan.step.totals.batch
+                if leaf.tensor is not None and leaf.name in plan.step.totals.metrics
             }
-            self._buffers = tuple(tensors[name] for name in spec.forward.buffers)
+            self._tensors, self._read = tensors, spec.forward.buffers
 
-    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+    def __call__(self, batch: Any, minibatch: int, compare: Compare | None = None) -> list[tuple[Any, ...]]:
         """Each microbatch's leaves, in the plan's order.
+
+        Args:
+            compare: as of `ShapedMinibatches`.
 
         Raises:
             BatchError: the batch differs from the captured one; names every leaf that differs.
@@ -80,9 +86,11 @@ class Minibatches:
         """
         parts = self._splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
+        if compare is not None:
+            compare(minibatch, number_of([self._splitter.read_of(part) for part in parts]))
         made: dict[str, list[Any]] = {}
-        if self._plan.totals is not None:
-            made.update(self._added_up(self._plan.totals, leaves))
+        if self._plan.step.totals is not None:
+            made.update(self._added_up(self._plan.step.totals, leaves))
         if self._loss_weight is not None:
             made[LOSS_WEIGHT] = [torch.empty(())] * len(parts)
             for own in self._shares:
@@ -102,9 +110,10 @@ class Minibatches:
 
         def add(part: tuple[Any, ...], totals: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             given = {**dict(zip(self._names, part, strict=True)), **totals}
-            made: tuple[Tensor, ...] = self._function((), self._buffers, tuple(given[n] for n in self._arguments), None)
+            made: tuple[Tensor, ...] = self._function((), buffers, tuple(given[n] for n in self._arguments), None)
             return made
 
+        buffers = tuple(self._tensors[name] for name in self._read)
         found: dict[str, list[Any]] = {name: [None] * len(leaves) for name in step.metrics}
         with torch.no_grad():
             for own in self._shares:
@@ -119,6 +128,8 @@ class ShapedMinibatches:
     Attributes:
         make: called with a batch that fits no shape, its minibatch, and the error that says so; adds the batch's shape,
             or raises an error. None allows only the shapes of the plan.
+        compare: called with each minibatch and a checksum of what its steps read, as it was given; None if nothing
+            compares it.
     """
 
     def __init__(
@@ -132,6 +143,7 @@ class ShapedMinibatches:
         self._of_shapes = [Minibatches(of_shape, source, tensors, loss_weight) for of_shape in plan.of_shapes]
         self._padding = plan.padding
         self.make: Callable[[Batch, int, BatchError], None] | None = None
+        self.compare: Compare | None = None
 
     def add(self, of_shape: Plan, source: Mapping[str, str]) -> None:
         """Add a shape; `tensors` already has the constants of its totals.
@@ -153,22 +165,26 @@ class ShapedMinibatches:
         shape = min(range(len(distances)), key=distances.__getitem__)
         if distances[shape] and self.make is not None:
             try:
-                return shape, self._of_shapes[shape](read, minibatch)
+                return shape, self._of_shapes[shape](read, minibatch, self.compare)
             except BatchError as refusal:
                 self.make(read, minibatch, refusal)
             shape = len(self._of_shapes) - 1
-        return shape, self._of_shapes[shape](read, minibatch)
+        return shape, self._of_shapes[shape](read, minibatch, self.compare)
 
 
 def number_of(parts: Sequence[Sequence[Any]]) -> int:
-    """A checksum of a minibatch, from some of each tensor's values, by which replicas compare what they read."""
+    """A checksum of a minibatch, from some of each tensor's values, by which replicas compare what they read.
+
+    It waits at most once for a device, and not for one that has none of the values.
+    """
+    some: dict[torch.device, list[Tensor]] = {}
+    for leaf in (leaf for part in parts for leaf in part if isinstance(leaf, Tensor) and leaf.numel()):
+        flat = leaf.detach().reshape(-1)
+        sampled = flat[:: max(1, len(flat) // SAMPLED)].contiguous()
+        some.setdefault(leaf.device, []).append(sampled.view(torch.uint8))
     found = 0
-    for part in parts:
-        for leaf in part:
-            if isinstance(leaf, Tensor) and leaf.numel():
-                flat = leaf.detach().reshape(-1)
-                some = flat[:: max(1, len(flat) // SAMPLED)].cpu().contiguous()
-                found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
+    for of_device in some.values():
+        found = zlib.crc32(torch.cat(of_device).cpu().numpy().tobytes(), found)
     return found
 
 

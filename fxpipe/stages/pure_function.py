@@ -44,16 +44,16 @@ class PureFunction:
         if self.part.phase != "F":
             third.clear()
         del received, drawn
-        made: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
         sends, handed = deque(self._sends), deque(self.part.handed)
         for some in self._steps(inputs):
-            made.update(some)
-            while sends and sends[0][0] in made:
+            values.update(some)
+            while sends and sends[0][0] in values:
                 place, name = sends.popleft()
-                send(self.part, name, made[place], comm)
-            while handed and all(i is None or i in made for i in handed[0].outputs):
-                handed.popleft().to(comm, made)
-        outputs = tuple(made[i] for i in range(len(made)))
+                send(self.part, name, values[place], comm)
+            while handed and all(i is None or i in values for i in handed[0].outputs):
+                handed.popleft().to(comm, values)
+        outputs = tuple(values[i] for i in range(len(values)))
         count = len(outputs) - len(self._sends)
         if self.part.phase != "F":
             return list(outputs[:count])
@@ -74,8 +74,8 @@ def receive(part: PurePart, name: str, comm: Any) -> Tensor:
 def send(part: PurePart, name: str, value: Tensor, comm: Any) -> None:
     """Pack a value of the part, and send it."""
     if edge := part.edges.get(name):
-        made = codec(edge.codec)
-        value = made.pack(value, comm.state(name) if made.keeps_state(edge.kind) else None)
+        coder = codec(edge.codec)
+        value = coder.pack(value, comm.state(name) if coder.keeps_state(edge.kind) else None)
     comm.send(name, value)
 
 

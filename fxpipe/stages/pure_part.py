@@ -146,17 +146,17 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
     """One pure part of a stage; `left` are the values from the part before it."""
     inputs = tuple(_inputs(plan, worker, phase, left))
     spec = plan.stages[worker].part(phase)
-    kept: list[PartOutput] = []
+    outputs: list[PartOutput] = []
     handed: list[HandedOver] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
         """The outputs of the stage's function; records what they are."""
-        given: dict[str, list[Tensor]] = {kind: [] for kind in get_args(InputKind)}
+        by_kind: dict[str, list[Tensor]] = {kind: [] for kind in get_args(InputKind)}
         for entry, value in zip(inputs, flat, strict=True):
-            given[entry.kind].append(value)
-        received = dict(zip(spec.receives, given["received"], strict=True))
-        third = (*given["batch"], *given["saved"], *given["deferred"])
-        call = PartCall(worker, phase, spec, tuple(given["weight"]), tuple(given["buffer"]), third, received)
+            by_kind[entry.kind].append(value)
+        received = dict(zip(spec.receives, by_kind["received"], strict=True))
+        third = (*by_kind["batch"], *by_kind["saved"], *by_kind["deferred"])
+        call = PartCall(worker, phase, spec, tuple(by_kind["weight"]), tuple(by_kind["buffer"]), third, received)
         with _Places(stage.path) as places:
             result = call.run(stage.functions[phase], one_draw=places.one_draw)
         named: list[tuple[OutputKind, str, Tensor]] = []
@@ -169,7 +169,7 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
         ]
         named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
         named += [("sent", n, v) for n, v in result.sent.items()]
-        kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
+        outputs[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
         handed[:] = _handed_over(result.handed, [v if kind == "gradient" else None for kind, _, v in named])
         return [v for _, _, v in named]
 
@@ -197,27 +197,27 @@ def _trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, left:
     module.recompile()
     masks = tuple(PartInput("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
     packed = {e.name: e for e in plan.edges if e.codec and e.name in (*spec.receives, *spec.sends)}
-    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device, packed, tuple(handed))
+    return PurePart(worker, phase, module, (*inputs, *masks), tuple(outputs), draws, plan.device, packed, tuple(handed))
 
 
 def _handed_over(handed: Mapping[str, Handed], gradients: Sequence[Tensor | None]) -> Iterator[HandedOver]:
     """The buckets to add up, by the indices of their gradients among the outputs; None for what is not a gradient."""
     places = {id(value): i for i, value in enumerate(gradients) if value is not None}
-    for bucket, given in handed.items():
-        if any(value is not None and id(value) not in places for value in given.gradients):
+    for bucket, handover in handed.items():
+        if any(value is not None and id(value) not in places for value in handover.gradients):
             raise BackendError(
                 f"the stage adds up gradients in {bucket} that it does not return",
                 hint="use `run --backend eager`, return these gradients, or undo the edit",
             )
-        found = (None if value is None else places[id(value)] for value in given.gradients)
-        yield HandedOver(bucket, given.call, tuple(found))
+        indices = (None if value is None else places[id(value)] for value in handover.gradients)
+        yield HandedOver(bucket, handover.call, tuple(indices))
 
 
 def _inputs(plan: Plan, worker: int, phase: Phase, left: Sequence[TensorSpec]) -> Iterator[PartInput]:
     spec = plan.stages[worker].part(phase)
     parameters = {name: p.tensor for p in plan.parameters for name in p.names}
     buffers = {name: b.tensor for b in plan.buffers for name in b.names}
-    batch = {leaf.name: leaf.tensor for leaf in plan.batch}
+    batch = {leaf.name: leaf.tensor for leaf in plan.step.batch}
     edges = {e.name: e.tensor for e in plan.edges}
     yield from (PartInput("weight", name, parameters[name]) for name in spec.weights)
     yield from (PartInput("buffer", name, buffers[name]) for name in spec.buffers)

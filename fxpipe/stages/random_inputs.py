@@ -143,9 +143,9 @@ class _Hoist:
                 mask.meta.update(place, val=mask_value)
             else:
                 mask = self.holder(node, mask_value)
-                kept = graph.call_function(aten.mul.Tensor, (x, mask))
-                kept.meta.update(place, val=value)
-                out = graph.call_function(aten.mul.Tensor, (kept, 0.0 if p == 1 else 1.0 / (1.0 - p)))
+                masked = graph.call_function(aten.mul.Tensor, (x, mask))
+                masked.meta.update(place, val=value)
+                out = graph.call_function(aten.mul.Tensor, (masked, 0.0 if p == 1 else 1.0 / (1.0 - p)))
             out.meta.update(place, val=value)
         for user in list(node.users):
             assert is_getitem(user)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +13,8 @@ from torch import nn
 
 from fxpipe.errors import BatchError, listed
 from fxpipe.plan.spec import LeafSpec, PadSpec, TensorSpec
-from fxpipe.task.containers import flatten, is_text
-from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
+from fxpipe.task.containers import flatten, is_text, qualified
+from fxpipe.torch_private import is_traceable_wrapper_subclass, pytree
 
 Dims = Mapping[str, int | None]
 CONSTANTS = (bool, int, float, str, type(None))
@@ -44,7 +43,7 @@ def unusual(tensor: torch.Tensor) -> str | None:
 def constant_of(value: Any) -> Any:
     """A constant of a batch as JSON; for a tensor its dtype and values."""
     if isinstance(value, (list, tuple)):
-        return [constant_of(each) for each in value]
+        return [constant_of(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
     return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
@@ -140,7 +139,7 @@ class Batch:
             elif isinstance(value, CONSTANTS):
                 leaves.append(LeafSpec(name, None, value))
             else:
-                wrong.append(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
+                wrong.append(f"{name} is a {qualified(type(value))}")
         if wrong:
             raise BatchError(
                 "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
@@ -157,7 +156,7 @@ class Batch:
         Raises:
             BatchError: names them, and the leaves that exist.
         """
-        unknown = [known for known in self.constants if not any(is_named(name, [known]) for name in self.names)]
+        unknown = [leaf for leaf in self.constants if not any(is_named(name, [leaf]) for name in self.names)]
         if unknown:
             raise BatchError(
                 f"constant_batch names {', '.join(unknown)}, which the batch does not have",
@@ -191,7 +190,7 @@ class Batch:
     def shape(self) -> tuple[Any, ...]:
         """Equal for batches that fit the same captured program, if its step reads none of their numbers and strings."""
         rows = ((leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else leaf.constant for leaf in self.leaves)
-        return dump(self.tree), *map(repr, rows)
+        return pytree.treespec_dumps(self.tree), *map(repr, rows)
 
     @property
     def plain_values(self) -> str:
@@ -210,7 +209,7 @@ class Batch:
         """The batch with floats for its ints, where others have floats: 0 before 0.5, 1 after it."""
         alike = [other.values for other in others if other.tree == self.tree]
         rows = zip(self.values, *alike, strict=True)
-        whole = (isinstance(own, int) and any(isinstance(other, float) for other in more) for own, *more in rows)
+        whole = (isinstance(number, int) and any(isinstance(other, float) for other in more) for number, *more in rows)
         return self.of_values(float(v) if w and is_number(v) else v for v, w in zip(self.values, whole, strict=True))
 
     def on(self, device: str) -> Batch:
@@ -233,36 +232,36 @@ class Batch:
         same = all(value is before for value, before in zip(values, self.values, strict=True))
         return self if same else self.of_values(values)
 
-    def along(self, asked: Any) -> Batch:
+    def along(self, cut_dims: Any) -> Batch:
         """The batch with dimensions along which its leaves are cut, as the user gives them.
 
         Args:
-            asked: one number for all tensors; or a number or None in place of every leaf; or a dictionary by leaf name
-                (`batch[0]`) for some leaves, while the others are cut along their first dimension.
+            cut_dims: one number for all tensors; or a number or None in place of every leaf; or a dictionary by leaf
+                name (`batch[0]`) for some leaves, while the others are cut along their first dimension.
 
         Raises:
-            BatchError: `asked` does not fit the batch.
+            BatchError: `cut_dims` does not fit the batch.
         """
         tensors = self.tensors
-        if isinstance(asked, int):
-            asked = dict.fromkeys(tensors, asked)
-        by_name = isinstance(asked, dict) and all(isinstance(k, str) and k.startswith("batch") for k in asked)
+        if isinstance(cut_dims, int):
+            cut_dims = dict.fromkeys(tensors, cut_dims)
+        by_name = isinstance(cut_dims, dict) and all(isinstance(k, str) and k.startswith("batch") for k in cut_dims)
         if by_name:
-            unknown = [name for name in asked if name not in self.names]
+            unknown = [name for name in cut_dims if name not in self.names]
             if unknown:
                 raise BatchError(
                     f"microbatch_dims names {', '.join(unknown)}, which the batch does not have",
                     hint=f"its leaves are {', '.join(self.names)}",
                 )
-            dims = {leaf.name: asked.get(leaf.name, leaf.dim) for leaf in self.leaves}
+            dims = {leaf.name: cut_dims.get(leaf.name, leaf.dim) for leaf in self.leaves}
         else:
-            given, tree = flatten(asked)
+            flat, tree = flatten(cut_dims)
             if tree != self.tree:
                 raise BatchError(
                     f"microbatch_dims is built differently from the batch: {tree} instead of {self.tree}",
                     hint="give a number, or None, in place of every leaf of the batch",
                 )
-            dims = dict(zip(self.names, given, strict=True))
+            dims = dict(zip(self.names, flat, strict=True))
         for name, dim in dims.items():
             rank = tensors[name].dim() if name in tensors else 0
             if dim is not None and not (isinstance(dim, int) and 0 <= dim < rank):
@@ -274,8 +273,8 @@ class Batch:
 
         A tensor that the step does not read is cut if it is as long as one that the step reads, and else whole.
         """
-        known = {leaf.name: leaf for leaf in leaves}
-        rows = [(known[name], value) for name, value in zip(self.names, self.values, strict=True)]
+        by_name = {leaf.name: leaf for leaf in leaves}
+        rows = [(by_name[name], value) for name, value in zip(self.names, self.values, strict=True)]
         sizes = {_size(value, leaf.dim) for leaf, value in rows if leaf.read}
         return replace(self, cut={r.name: r.dim if r.read or _size(v, r.dim) in sizes else None for r, v in rows})
 
@@ -362,15 +361,15 @@ class Batch:
             BatchError: names the numbers of microbatches that divide both.
         """
         places = ((value.shape, dims.get(name)) for name, value in self.tensors.items())
-        found = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 if none
-        if found % microbatches == 0:
+        samples = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 if none
+        if samples % microbatches == 0:
             return
-        both = math.gcd(found, size)
+        both = math.gcd(samples, size)
         more = [str(d) for d in range(2, min(both, 64) + 1) if both % d == 0]
         count = f"--microbatches 1, or {' or '.join(more[:6])}" if more else "--microbatches 1"
         raise BatchError(
-            f"{microbatches} microbatches do not divide a batch of {found}",
-            hint=f"compile with {count}: no other number divides {size} and {found}; or leave out the last, smaller "
+            f"{microbatches} microbatches do not divide a batch of {samples}",
+            hint=f"compile with {count}: no other number divides {size} and {samples}; or leave out the last, smaller "
             "batch (drop_last=True)",
             page="batch-shapes",
         )
@@ -384,14 +383,14 @@ def _size(value: Any, dim: int | None) -> int | None:
 
 def _common(sizes: Iterable[int]) -> int:
     """The size of a batch: the greatest common divisor, if tensors have different sizes."""
-    if not (found := list(sizes)):
+    if not (leaf_sizes := list(sizes)):
         raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
-    return math.gcd(*found)
+    return math.gcd(*leaf_sizes)
 
 
-def is_named(name: str, known: Iterable[str]) -> bool:
+def is_named(name: str, names: Iterable[str]) -> bool:
     """Whether a leaf is among the names, with its full name (`batch['grid']`) or its key (`grid`)."""
-    return any(name == one or name.endswith((f"[{one!r}]", f".{one}")) for one in known)
+    return any(name == one or name.endswith((f"[{one!r}]", f".{one}")) for one in names)
 
 
 def _check_constant(name: str, value: torch.Tensor) -> None:
@@ -415,21 +414,6 @@ def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any
     return model.to(device), Batch.of(batch).on(device).given
 
 
-def dump(spec: pytree.TreeSpec) -> str:
-    """The pytree's shape as text, the same in every process; a namedtuple is identified by its class name."""
-    stack = [spec]
-    while stack:
-        part = stack.pop()
-        stack += part.children()
-        if part.type is not namedtuple:
-            continue
-        kind: type = part.context
-        known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-        if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-            register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
-    return pytree.treespec_dumps(spec)
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -445,9 +429,9 @@ def _appended(tensor: torch.Tensor, rule: PadSpec) -> torch.Tensor:
     ]
     if sizes == list(tensor.shape):
         return tensor
-    made = tensor.new_full(sizes, rule.value)
-    made[tuple(slice(size) for size in tensor.shape)] = tensor
-    return made
+    padded = tensor.new_full(sizes, rule.value)
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:

@@ -9,13 +9,12 @@ If one returns something true, the run ends. `run` is the run itself: `run.save(
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import TaskError
+from fxpipe.task.signatures import check_signature
 
 OnStep = Callable[[int, float, Any], object]
 OnEval = Callable[[int, dict[str, float], Any], object]
@@ -45,24 +44,9 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            _check(name, getattr(self, name), self.path)
+            check_signature(name, getattr(self, name), CALLBACKS[name], self.path)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the hooks that are given."""
         return tuple(name for name in CALLBACKS if getattr(self, name) is not None)
-
-
-def _check(name: str, function: Any, path: Path | None) -> None:
-    where = None if path is None else path.name
-    hint = f"def {name}{CALLBACKS[name]}"
-    if not callable(function):
-        raise TaskError(f"{name} is {type(function).__name__}, not a function", where=where, hint=hint)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, for instance: the call will show
-        return
-    try:
-        signature.bind(*CALLBACKS[name].split(","))
-    except TypeError as error:
-        raise TaskError(f"{name}{signature} has other parameters", where=where, hint=hint) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError
+from fxpipe.files import digest
 from fxpipe.plan.current import check_known
 from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
 from fxpipe.plan.spec import CapturedSpec, SettingSpec
@@ -19,9 +19,9 @@ from fxpipe.settings import read
 
 def read_of(path: Path) -> ReadByCapture | None:
     """What capture can have read from an imported model file; None if its text does not show it."""
-    own = str(path.resolve().name)
+    model_name = str(path.resolve().name)
     try:
-        return read_by_capture(path, (name for name in source_digests(path) if name != own))
+        return read_by_capture(path, (name for name in source_digests(path) if name != model_name))
     except (SyntaxError, ValueError, OSError, RecursionError):
         return None
 
@@ -37,16 +37,16 @@ def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], 
     Raises:
         TaskError: a setting was given that nothing reads.
     """
-    found, values = read_of(path), read()
-    if found is None or not all(map(found.has, lines)):
-        found = ReadByCapture({}, (), found.settings if found else {}, path.name, (), path.name)
-    check_known(given, {*found.settings, *values})
+    reads, values = read_of(path), read()
+    if reads is None or not all(map(reads.has, lines)):
+        reads = ReadByCapture({}, (), reads.settings if reads else {}, path.name, (), path.name)
+    check_known(given, {*reads.settings, *values})
     rows = [
-        SettingSpec(name, values.get(name), given.get(name), found.settings.get(name, "") or found.any_setting)
-        for name in sorted({*found.settings, *values})
+        SettingSpec(name, values.get(name), given.get(name), reads.settings.get(name, "") or reads.any_setting)
+        for name in sorted({*reads.settings, *values})
     ]
-    parsed = {label: _text(path, label) for label in found.arguments}
-    return CapturedSpec(found.parts, tuple(rows), found.any_setting, tuple(arguments), parsed, found.any_argument)
+    parsed = {label: _text(path, label) for label in reads.arguments}
+    return CapturedSpec(reads.parts, tuple(rows), reads.any_setting, tuple(arguments), parsed, reads.any_argument)
 
 
 def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> None:
@@ -72,11 +72,11 @@ def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> N
 def _text(path: Path, label: str) -> str:
     """The value of a name, or of its attribute, in an imported file: `model.py: args.width`."""
     file, _, name = label.partition(": ")
-    wanted = (path.resolve().parent / file).resolve()
+    source = (path.resolve().parent / file).resolve()
     modules: list[Any] = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    found = next(m for m in modules if Path(m.__file__).resolve() == wanted)
+    module = next(m for m in modules if Path(m.__file__).resolve() == source)
     try:
-        return repr(attrgetter(name)(found))
+        return repr(attrgetter(name)(module))
     except AttributeError:
         return "missing"
 
@@ -96,13 +96,13 @@ def source_digests(path: Path) -> dict[str, str]:
             resolved = Path(file).resolve()
             if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
                 files.add(resolved)
-    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+    return {str(f.relative_to(root)): digest(f) for f in sorted(files)}
 
 
 def _is_environment(file: Path, root: Path) -> bool:
     """Whether `file` belongs to fxpipe or the interpreter, which may be below the user's folder."""
-    own = Path(__file__).resolve().parents[2]
+    installed = Path(__file__).resolve().parents[2]
     prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
     inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)
-    inside_fxpipe = any(file.is_relative_to(own / part) for part in ("fxpipe", "passes", "cli"))
+    inside_fxpipe = any(file.is_relative_to(installed / part) for part in ("fxpipe", "passes", "cli"))
     return inside_prefix or inside_fxpipe

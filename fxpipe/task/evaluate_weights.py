@@ -43,13 +43,13 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     with torch.no_grad():
         try:
             for batch in task.eval_data():
-                found = dict(task.metrics(model, Batch.of(batch).padded(plan.padding).given))
-                for name in [n for n, v in found.items() if task.gathers and isinstance(v, torch.Tensor) and v.dim()]:
-                    gathered.setdefault(name, []).append(found.pop(name))
-                for name, value in found.items():
+                values = dict(task.metrics(model, Batch.of(batch).padded(plan.padding).given))
+                for name in [n for n, v in values.items() if task.gathers and isinstance(v, torch.Tensor) and v.dim()]:
+                    gathered.setdefault(name, []).append(values.pop(name))
+                for name, value in values.items():
                     if isinstance(value, str):
                         raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.file)
-                rows.append((weigh(batch), {name: float(value) for name, value in found.items()}))
+                rows.append((weigh(batch), {name: float(value) for name, value in values.items()}))
         except FxpipeError:
             raise
         except Exception as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from fxpipe.task.batch import Batch, Dims
@@ -34,12 +36,36 @@ def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
     """At most `count` batches, read in one go; the first is a copy if more are read, which may reuse its memory."""
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         length = None
     batches: list[Any] = []
     for batch in itertools.islice(data, count):
         batches.append(batch if batches or count == 1 else Batch.of(batch).each(torch.clone).given)
     return FirstBatches(batches, length, *batch_sizes(data))
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, batches may be read; afterwards the model's tensors that are not trained have their values from before.
+
+    Data may change them: a run reads the same batches, and would change them again.
+    """
+    held = (value for module in model.modules() for value in (*module.buffers(recurse=False), *vars(module).values()))
+    with values_kept(value for value in held if isinstance(value, Tensor)):
+        yield
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards, those of these tensors that are not trained have their values from before."""
+    before = [(t, t.detach().clone()) for t in tensors if not (t.requires_grad or t.is_meta)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                if not tensor.equal(value):
+                    tensor.copy_(value)
 
 
 def batch_sizes(data: Any) -> tuple[int | None, int | None]:
@@ -49,10 +75,10 @@ def batch_sizes(data: Any) -> tuple[int | None, int | None]:
     `batch_sizes()` that returns these two.
     """
     sampler: Any = data.batch_sampler if isinstance(data, DataLoader) else None
-    for own in (data, sampler):
-        if hasattr(own, "batch_sizes"):
-            found: tuple[int | None, int | None] = own.batch_sizes()
-            return found
+    for source in (data, sampler):
+        if hasattr(source, "batch_sizes"):
+            sizes: tuple[int | None, int | None] = source.batch_sizes()
+            return sizes
     plain = plain_sampler(data)
     return (None, None) if plain is None else joined_sizes(plain)
 
@@ -98,5 +124,5 @@ def shortened(batch: Batch, first: FirstBatches, dims: Dims) -> Batch | None:
 
 def generator_of(data: Any) -> torch.Generator | None:
     """The generator of its own that a loader or a sampler, of torch or torchdata, draws from."""
-    found = getattr(data, "generator", None)
-    return found if isinstance(found, torch.Generator) else None
+    generator = getattr(data, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.errors import TaskError
 from fxpipe.task.callbacks import CALLBACKS, OnEpoch, OnEval, OnStep
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.padding import Pad
+from fxpipe.task.signatures import ARGUMENTS
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
@@ -104,7 +106,22 @@ class Hooks:
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     run_options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def of_run(self) -> dict[str, Callable[..., Any]]:
+        """The functions that a run calls between steps, and those of steps, by name."""
+        return {name: hook for name in ("loss", "metrics", *BETWEEN_STEPS) if (hook := getattr(self, name)) is not None}
 
+
+OF_OPTIMIZERS = ("optimizer", "configure_optimizers", "lr_scheduler")
+BETWEEN_STEPS = (
+    "train_data",
+    *OF_OPTIMIZERS,
+    "averaged",
+    "eval_data",
+    "metrics_of_all",
+    "loss_weight",
+    *CALLBACKS,
+)
 NO_HOOKS = Hooks()
 OF_LOOPS = ("model", "loss", "optimizer", "lr_scheduler", "averaged", "loss_weight", "reset", "metrics_of_all")
 """The hooks of the user's own loop."""
@@ -113,6 +130,17 @@ OF_RUNS = (*OF_LOOPS, "eval_data", *CALLBACKS)
 
 
 def split_hooks(hooks: Hooks, names: Sequence[str], changes: Mapping[str, Any]) -> tuple[Hooks, dict[str, Any]]:
-    """The hooks with the changes that have one of these names, and the other changes, which are options."""
-    found = {name: changes[name] for name in names if name in changes}
-    return replace(hooks, **found), {name: value for name, value in changes.items() if name not in found}
+    """The hooks with the changes that have one of these names, and the other changes, which are options.
+
+    Raises:
+        TaskError: a hook that is called is not a function.
+    """
+    if not isinstance(hooks, Hooks):
+        raise TaskError(f"hooks is {type(hooks).__name__}, not Hooks", hint="give optimizer= and so on")
+    new_hooks = {name: changes[name] for name in names if name in changes}
+    hooks = replace(hooks, **new_hooks)
+    for name in ("loss", "train_data", "eval_data", "metrics", *OF_LOOPS):
+        value = getattr(hooks, name)
+        if not (value is None or callable(value)) or (name == "model" and isinstance(value, nn.Module)):
+            raise TaskError(f"{name} is {type(value).__name__}, not a function", hint=f"def {name}{ARGUMENTS[name]}")
+    return hooks, {name: value for name, value in changes.items() if name not in new_hooks}

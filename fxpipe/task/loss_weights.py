@@ -38,7 +38,7 @@ class LossWeights:
     """
 
     def __init__(self, plan: Plan, loss_weight: LossWeight | None) -> None:
-        self._dims = {leaf.name: leaf.dim for leaf in plan.given if leaf.tensor is not None}
+        self._dims = {leaf.name: leaf.dim for leaf in plan.step.given if leaf.tensor is not None}
         self._loss_weight, self._padding = loss_weight, plan.padding
 
     def __call__(self, batch: Any) -> float:

@@ -93,10 +93,10 @@ class _StayOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func in _MOVES and args[0].is_meta:
-            return _without_device(func, args, given)
-        return func(*args, **given)
+            return _without_device(func, args, options)
+        return func(*args, **options)
 
 
 class _Births(_StayOnMeta):
@@ -120,9 +120,9 @@ class _Births(_StayOnMeta):
             original(module, name, param)
 
         def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-            made: nn.Parameter = copied(parameter, memo)
-            self._see(made)
-            return made
+            duplicate: nn.Parameter = copied(parameter, memo)
+            self._see(duplicate)
+            return duplicate
 
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
         nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign,assignment]
@@ -150,10 +150,10 @@ def _forget_value(parameter: nn.Parameter) -> None:
 
 def valueless(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the same type on the meta device, with the attributes that the given one has."""
-    made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    made.__class__ = type(parameter)
-    vars(made).update(vars(parameter))
-    return made
+    stand_in = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    stand_in.__class__ = type(parameter)
+    vars(stand_in).update(vars(parameter))
+    return stand_in
 
 
 def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

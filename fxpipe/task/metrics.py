@@ -18,7 +18,7 @@ def loss_and_metrics(returned: Any) -> tuple[Any, dict[Any, Any]]:
             return returned, {}
 
 
-def named_numbers(found: Any, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+def named_numbers(tensor: Any, names: Sequence[str]) -> tuple[float, dict[str, float]]:
     """A minibatch's loss and its metrics by name, from the one tensor in which they travel (see `PartSpec.metrics`)."""
-    loss, *metrics = found.reshape(-1).tolist()
+    loss, *metrics = tensor.reshape(-1).tolist()
     return loss, dict(zip(names, metrics, strict=True))

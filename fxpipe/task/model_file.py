@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -31,8 +32,10 @@ from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.model_view import ModelViews, asks_for_model, no_model
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.reset_buffers import Rows, buffers_after
+from fxpipe.task.signatures import ARGUMENTS, check_signature
 from fxpipe.task.step_hooks import StepHooks
 from fxpipe.task.uncompiled import uncompiled
+from fxpipe.user_lines import definition, is_own, user_traceback
 
 REQUIRED = ("model", "loss", "train_data")
 VALUES = ("microbatch_dims", "pad", "pad_to", "constant_batch", "compile_options", "run_options")
@@ -66,7 +69,7 @@ class Task:
         compiled: what the build was compiled from, for a step if the hooks are missing.
 
     Raises:
-        TaskError: a hook asks for the model, and there is none.
+        TaskError: a hook asks for the model, and there is none; or one does not take its arguments.
     """
 
     hooks: Hooks
@@ -77,8 +80,12 @@ class Task:
 
     def __post_init__(self) -> None:
         optimizer = self.hooks.optimizer
+        for name, arguments in {**ARGUMENTS, **CALLBACKS}.items():
+            if (hook := getattr(self.hooks, name)) is not None:
+                more = name == "optimizer" and asks_for_model(hook)
+                check_signature(name, hook, "(named_parameters, model)" if more else arguments, self.path)
         asks = {"optimizer()": optimizer and asks_for_model(optimizer), "reset(model)": self.hooks.reset}
-        for hook in (hook for hook, asked in asks.items() if asked):
+        for hook in (hook for hook, asks_for_it in asks.items() if asks_for_it):
             if self.hooks.model is None and self.seen is None:
                 raise no_model(hook)
 
@@ -98,12 +105,12 @@ class Task:
                 "the build has no parameter values (--meta), and no model to initialise them",
                 hint="give a checkpoint (weights=...), or model=, a function that makes the model",
             )
-        made = self._call("model")
-        if not isinstance(made, nn.Module):
+        module = self._call("model")
+        if not isinstance(module, nn.Module):
             raise TaskError(
-                f"model() returned {type(made).__name__}, not a torch.nn.Module", where=self._place("model")
+                f"model() returned {type(module).__name__}, not a torch.nn.Module", where=self._place("model")
             )
-        return uncompiled(made)
+        return uncompiled(module)
 
     @property
     def loss(self) -> Loss:
@@ -116,7 +123,7 @@ class Task:
         """What a step can be captured from during a run; None if the model or the loss is missing."""
         if self.hooks.model is None or self.hooks.loss is None:
             return self.compiled
-        return StepHooks(self.model, self.hooks.loss, self.hooks.loss_weight)
+        return StepHooks(self.model, self.hooks.loss, self.hooks.loss_weight, between=self.hooks.of_run)
 
     def train_data(self) -> Iterable[Any]:
         """A new iterable of batches: one epoch."""
@@ -149,12 +156,12 @@ class Task:
                 hint="give metrics_of_all=, with which the build was compiled",
             )
         with random_state_kept():
-            found = self._call("metrics_of_all", gathered)
-        if not isinstance(found, Mapping):
-            what = f"metrics_of_all() returned {type(found).__name__}, not a dictionary of numbers"
+            result = self._call("metrics_of_all", gathered)
+        if not isinstance(result, Mapping):
+            what = f"metrics_of_all() returned {type(result).__name__}, not a dictionary of numbers"
             raise TaskError(what, where=self._place("metrics_of_all"))
         numbers: dict[str, float] = {}
-        for name, value in found.items():
+        for name, value in result.items():
             try:
                 numbers[str(name)] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -173,32 +180,37 @@ class Task:
             TaskError: making them failed, or there is none.
         """
         try:
-            found = first_batches(self.train_data(), count)
+            first = first_batches(self.train_data(), count)
         except FxpipeError:
             raise
         except Exception as error:
             raise hook_raised("train_data", error, self.path, self._place("train_data")) from error
-        if not found.batches:
+        if not first.batches:
             raise TaskError("train_data() gave no batch", where=self._place("train_data"))
-        return found
+        return first
 
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) if none is defined."""
         if self.hooks.optimizer is not None:
-            hook, given = "optimizer", [named_parameters]
+            hook, arguments = "optimizer", [named_parameters]
             alone = not asks_for_model(self.hooks.optimizer)
         elif self.hooks.configure_optimizers is not None:
-            hook, given, alone = "configure_optimizers", [], False
+            hook, arguments, alone = "configure_optimizers", [], False
         else:
             return default_optimizer(named_parameters)
         if alone:
-            return one_optimizer(self._call(hook, *given), self._place(hook))
-        call = functools.partial(self._call, hook, *given)
+            return one_optimizer(self._call(hook, *arguments), self._place(hook))
+        call = functools.partial(self._call, hook, *arguments)
         return self._views.optimizer(call, named_parameters, self._place(hook))
 
     @functools.cached_property
     def _views(self) -> ModelViews:
         return ModelViews(self.seen if self.hooks.model is None and self.seen else self.model)
+
+    def make_model(self) -> None:
+        """Call `model()`, if there is one, for what it leaves where other hooks find it; parameters have no values."""
+        if self.hooks.model is not None or self.seen is not None:
+            _ = self._views.model
 
     @property
     def view(self) -> nn.Module | None:
@@ -246,15 +258,15 @@ class Task:
         return self._options("run_options")
 
     def _options(self, hook: str) -> dict[str, Any]:
-        given = getattr(self.hooks, hook)
-        if not isinstance(given, Mapping):
-            raise TaskError(f"{hook} is {type(given).__name__}, not a dictionary of options", where=self.file)
-        for name, value in given.items():
+        options = getattr(self.hooks, hook)
+        if not isinstance(options, Mapping):
+            raise TaskError(f"{hook} is {type(options).__name__}, not a dictionary of options", where=self.file)
+        for name, value in options.items():
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise TaskError(
                     f"{hook} has {name}={value!r}", where=self.file, hint="give numbers, strings, True or False"
                 )
-        return {str(name): value for name, value in given.items() if value is not None}
+        return {str(name): value for name, value in options.items() if value is not None}
 
     @property
     def averages(self) -> bool:
@@ -306,9 +318,10 @@ class Task:
 
     def _place(self, hook: str) -> str | None:
         function = getattr(self.hooks, hook)
-        if self.path is not None and isinstance(function, FunctionType):
-            return f"{self.file}:{function.__code__.co_firstlineno}, in {hook}"
-        return self.file
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if self.path is None or code is None:
+            return self.file
+        return definition(function, hook) if is_own(code.co_filename) else None
 
     def _call(self, hook: str, *args: Any) -> Any:
         try:
@@ -326,10 +339,12 @@ def hook_raised(hook: str, error: Exception, path: Path | None, default_place: s
     """The error that says that a user's hook raised `error`, and where.
 
     Args:
-        path: the file of the hook; None if it has none.
-        default_place: the place to name if no frame of the error is in `path`; by default the file's name.
+        path: the model file; None if there is none.
+        default_place: the place to name if no frame of the error is the user's; by default the file's name.
     """
-    where = None if path is None else place_in(error, path) or default_place or path.name
+    where = user_traceback(error) or default_place
+    if path is not None:
+        where = place_in(error, path) or where or path.name
     return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where, hint=_to_install(error))
 
 
@@ -351,11 +366,11 @@ def _to_install(error: Exception) -> str | None:
 
 def place_in(error: BaseException, path: Path) -> str | None:
     """`model.py:12: the line` of the deepest frame of `error` in `path`; None if there is none."""
-    found = None
+    place = None
     for frame in traceback.extract_tb(error.__traceback__):
         if os.path.realpath(frame.filename) == os.path.realpath(path):
-            found = f"{path.name}:{frame.lineno}: {frame.line}"
-    return found
+            place = f"{path.name}:{frame.lineno}: {frame.line}"
+    return place
 
 
 def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: Sequence[str] = ()) -> Task:
@@ -400,8 +415,8 @@ def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: S
             ]
     if hasattr(module, "eval_data") != hasattr(module, "metrics"):
         warnings.append(f"{path.name} defines only one of eval_data() and metrics(): nothing will be evaluated")
-    found = {field.name: getattr(module, field.name) for field in fields(Hooks) if hasattr(module, field.name)}
-    return Task(Hooks(**found), path, tuple(warnings))
+    hook_values = {field.name: getattr(module, field.name) for field in fields(Hooks) if hasattr(module, field.name)}
+    return Task(Hooks(**hook_values), path, tuple(warnings))
 
 
 def task_of_build(
@@ -428,8 +443,8 @@ def task_of_build(
             hint="use the Python API: fxpipe.load(BUILD).local(...)",
         )
     captured = plan.captured
-    own = captured.given_arguments if arguments is None else arguments
-    task = load_task(path, captured.given | pairs(settings), own)
+    file_arguments = captured.given_arguments if arguments is None else arguments
+    task = load_task(path, captured.given | pairs(settings), file_arguments)
     check_arguments(captured, path, plan.model_file and Path(plan.model_file).name)
     if task.run_options != plan.run_options:
         names = sorted(

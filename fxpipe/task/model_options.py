@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,11 @@ class ModelOptions:
         from fxpipe.task.captured import read_of
         from fxpipe.task.model_file import load_task
 
-        given = pairs(self.settings)
-        task = load_task(path, given, self.arguments)
-        found = read_of(Path(path))
-        if found is None or not found.unnamed:  # else it may later read one whose name is not in the text
-            check_known(given, {*read(), *(found.settings if found else ())})
+        settings = pairs(self.settings)
+        task = load_task(path, settings, self.arguments)
+        reads = read_of(Path(path))
+        if reads is None or not reads.unnamed:  # else it may later read one whose name is not in the text
+            check_known(settings, {*read(), *(reads.settings if reads else ())})
         return task
 
     def make(self, task: Task) -> tuple[nn.Module, Any]:
@@ -68,19 +69,27 @@ class ModelOptions:
         model, first = self.make_with(task, 1)
         return model, first.batches[0]
 
-    def make_with(self, task: Task, count: int) -> tuple[nn.Module, FirstBatches]:
+    def make_with(
+        self, task: Task, count: int, between: Callable[[], None] = lambda: None
+    ) -> tuple[nn.Module, FirstBatches]:
         """The model, and the first batches of its training data, at most `count`; only the first is on the device.
+
+        Args:
+            between: is called when the model is made.
 
         Raises:
             TaskError: a hook failed.
         """
         import torch
 
+        from fxpipe.task.first_batches import buffers_kept
         from fxpipe.task.meta import on_meta, to_device
 
         torch.manual_seed(self.seed)
         model = on_meta(task.model).model if self.meta else task.model()
-        first = task.first(count)
+        between()
+        with buffers_kept(model):
+            first = task.first(count)
         if self.device is None:
             return model, first
         model, example = to_device(self.device, model, first.batches[0])

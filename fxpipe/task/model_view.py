@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.random_state import random_state_kept
+from fxpipe.task.guarded_step import guard
 from fxpipe.task.meta import on_meta, valueless
 from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
-from fxpipe.task.several_optimizers import parts_of
+from fxpipe.task.parameter_attributes import is_absent
+from fxpipe.task.several_optimizers import may_draw, parts_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
 VALUELESS = "parameters of other workers have no values here: group them by name, shape, dtype or module"
@@ -68,17 +70,17 @@ class ModelViews:
         with random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they appeared when the model was compiled
             try:
-                made = on_meta(self._make, all_of_it=False).model
+                model = on_meta(self._make, all_of_it=False).model
             except Exception:
-                made = self._make()
-            return without_values(made)
+                model = self._make()
+            return without_values(model)
 
     def optimizer(
         self, call: Callable[[nn.Module], Any], named: Named, where: str | None = None
     ) -> torch.optim.Optimizer:
         """The optimizer that `call` makes from a view, over parameters among these.
 
-        Attributes that model() has set on its parameters are set on these, too: optimizers may read them.
+        Attributes that they lack are model()'s, but for tensors, of which it may make others.
 
         Args:
             named: live parameters by one of their names; their shapes may be smaller.
@@ -97,24 +99,30 @@ class ModelViews:
                 where=where,
                 hint="give the same model, or compile it again",
             )
+        originals = {id(present[name]): parameter for name, parameter in named}
         for name, parameter in named:
-            vars(parameter).update(vars(present[name]))
-        view = replaced(self.model, {id(present[name]): parameter for name, parameter in named})
+            for key, value in vars(present[name]).items():
+                lacks = key not in vars(parameter) or is_absent(vars(parameter)[key])
+                if lacks and (id(value) in originals or not isinstance(value, Tensor)):
+                    vars(parameter)[key] = replaced(value, originals)
+        view = replaced(self.model, originals)
         try:
-            made = one_optimizer(call(view), where)
+            optimizer = one_optimizer(call(view), where)
         except FxpipeError as error:
             if "meta" in error.what:
                 error.hint = error.hint or VALUELESS
             raise
-        own = {id(parameter) for _, parameter in named}
-        _take_out(made, {id(parameter) for parameter in view.parameters()} - own)
-        return made
+        own_ids = {id(parameter) for _, parameter in named}
+        _take_out(optimizer, {id(parameter) for parameter in view.parameters()} - own_ids)
+        if may_draw(optimizer):  # its step is not torch's alone
+            guard(optimizer, [view], [parameter for _, parameter in named])
+        return optimizer
 
 
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the module with parameters on the meta device; it takes no memory, and shares buffers and all else."""
-    found: nn.Module = replaced(model, {id(parameter): valueless(parameter) for parameter in model.parameters()})
-    return found
+    copy: nn.Module = replaced(model, {id(parameter): valueless(parameter) for parameter in model.parameters()})
+    return copy
 
 
 def no_model(hook: str) -> TaskError:
@@ -147,25 +155,25 @@ def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module]
     return optimizer
 
 
-def replaced(value: Any, known: dict[int, Any]) -> Any:
+def replaced(value: Any, replacements: dict[int, Any]) -> Any:
     """The value with replacements for objects known by their id, in modules and containers of its own.
 
     A module's attributes may hold parameters and modules in lists and dictionaries; other objects are not searched.
     """
-    if id(value) in known:
-        return known[id(value)]
+    if id(value) in replacements:
+        return replacements[id(value)]
     if isinstance(value, nn.Module):
-        module = known[id(value)] = object.__new__(type(value))
+        module = replacements[id(value)] = object.__new__(type(value))
         for name, held in vars(value).items():
-            found = replaced(held, known)
-            vars(module)[name] = type(held)(held) if found is held and type(held) in _CONTAINERS else found
+            member = replaced(held, replacements)
+            vars(module)[name] = type(held)(held) if member is held and type(held) in _CONTAINERS else member
         return module
     if type(value) in (dict, OrderedDict):
-        pairs = [(key, replaced(held, known)) for key, held in value.items()]
-        return type(value)(pairs) if any(found is not value[key] for key, found in pairs) else value
+        pairs = [(key, replaced(held, replacements)) for key, held in value.items()]
+        return type(value)(pairs) if any(member is not value[key] for key, member in pairs) else value
     if type(value) in (list, tuple, set):
-        several = [(held, replaced(held, known)) for held in value]
-        return type(value)(found for _, found in several) if any(a is not b for a, b in several) else value
+        several = [(held, replaced(held, replacements)) for held in value]
+        return type(value)(member for _, member in several) if any(a is not b for a, b in several) else value
     return value
 
 
@@ -176,6 +184,6 @@ def _take_out(optimizer: torch.optim.Optimizer, foreign: set[int]) -> None:
             stay = [id(parameter) not in foreign for parameter in group["params"]]
             for key in ("params", "param_names"):  # names if it was made from pairs
                 if key in group:
-                    group[key] = [each for each, own in zip(group[key], stay, strict=True) if own]
+                    group[key] = [entry for entry, stays in zip(group[key], stay, strict=True) if stays]
         for held in [held for held in part.state if isinstance(held, Tensor) and id(held) in foreign]:
             del part.state[held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.errors import TaskError
+from fxpipe.task.signatures import takes
 
 STEP, EPOCH = "step", "epoch"
 
 RETURNS = 'return a torch.optim.lr_scheduler, stepped after every update; or (scheduler, "epoch"); or None'
 OF_METRIC = (
     'return (scheduler, "loss"): it is stepped after every evaluation, with that metric of metrics(model, batch)'
+)
+COUNTED = (
+    "return an object whose step() counts and calls it with that number, and whose state_dict() and load_state_dict() "
+    "keep the number: docs/how-to/epochs.md#a-scheduler-that-needs-the-epoch has one for timm's"
 )
 PLATEAU = "ReduceLROnPlateau"
 
@@ -29,17 +35,17 @@ class PacedScheduler:
     metric: str | None = None
 
 
-def paced(made: Any, optimizer: Any) -> PacedScheduler | None:
+def paced(result: Any, optimizer: Any) -> PacedScheduler | None:
     """The result of `lr_scheduler(optimizer)`: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
 
     A ReduceLROnPlateau comes with the name of a metric: `(ReduceLROnPlateau(optimizer), "loss")`.
 
     Raises:
-        TaskError: it is something else, or torch's scheduler of another optimizer.
+        TaskError: it is something else, or torch's scheduler of another optimizer; or its step() needs arguments.
     """
-    if made is None:
+    if result is None:
         return None
-    scheduler, pace = made if isinstance(made, tuple) and len(made) == 2 else (made, STEP)
+    scheduler, pace = result if isinstance(result, tuple) and len(result) == 2 else (result, STEP)
     if not callable(getattr(scheduler, "step", None)):
         raise TaskError(f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()", hint=RETURNS)
     bases = {base.__name__ for base in type(scheduler).__mro__}  # torch is not imported here
@@ -59,6 +65,12 @@ def paced(made: Any, optimizer: Any) -> PacedScheduler | None:
         return PacedScheduler(scheduler, metric=pace)
     if pace not in (STEP, EPOCH):
         raise TaskError(f"lr_scheduler() returned a scheduler for every {pace!r}", hint=RETURNS)
+    if not takes(scheduler.step, 0):
+        raise TaskError(
+            f"{type(scheduler).__name__}.step{inspect.signature(scheduler.step)} needs an argument, and fxpipe calls "
+            "step() without any",
+            hint=COUNTED,
+        )
     return PacedScheduler(scheduler, pace == EPOCH)
 
 

@@ -41,41 +41,41 @@ def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) ->
         return ()
     if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
         raise TaskError(f"pad_to is {pad_to!r}, not a length", hint="such as pad_to = 64")
-    given, first = _given(pad, batches[0].given), batches[0]
-    if not given:
+    rules, first = _given(pad, batches[0].given), batches[0]
+    if not rules:
         raise _nothing_named(pad_to, batches)
-    if unknown := [name for name in given if not any(is_named(leaf.name, [name]) for leaf in first.leaves)]:
+    if unknown := [name for name in rules if not any(is_named(leaf.name, [name]) for leaf in first.leaves)]:
         raise BatchError(
             f"pad names {', '.join(unknown)}, which the batch does not have",
             hint=f"its leaves are {', '.join(first.names)}",
         )
-    return tuple(_rule(name, said, pad_to, first) for name, said in given.items())
+    return tuple(_rule(name, rule, pad_to, first) for name, rule in rules.items())
 
 
 def _given(pad: Pad | None, batch: Any) -> dict[str, Any]:
     try:
-        found = pad(batch) if callable(pad) else pad
+        rules = pad(batch) if callable(pad) else pad
     except FxpipeError:
         raise
     except Exception as error:
         raise TaskError(f"pad(batch) raised {type(error).__name__}: {error}") from error
-    if found is None:
+    if rules is None:
         return {}
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise TaskError(f"pad is {found!r}, not a dictionary of leaves", hint=f"such as {_EXAMPLE}")
-    return dict(found)
+    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        raise TaskError(f"pad is {rules!r}, not a dictionary of leaves", hint=f"such as {_EXAMPLE}")
+    return dict(rules)
 
 
-def _rule(name: str, said: Any, multiple: int, batch: Batch) -> PadSpec:
-    value, place = said if isinstance(said, tuple) and len(said) == 2 else (said, 1)
+def _rule(name: str, rule: Any, multiple: int, batch: Batch) -> PadSpec:
+    value, place = rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, 1)
     places = tuple(place) if isinstance(place, (tuple, list)) else (place,)
     numbers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in places)
     if not isinstance(value, (bool, int, float)) or not numbers or not places:
         raise TaskError(
-            f"pad gives {name} {said!r}, which is neither a number nor (a number, a dimension)",
+            f"pad gives {name} {rule!r}, which is neither a number nor (a number, a dimension)",
             hint="a mask over pairs is padded in two: (0, (1, 2))",
         )
-    found: set[tuple[int, ...]] = set()
+    dims: set[tuple[int, ...]] = set()
     leaves = {leaf: value for leaf, value in zip(batch.names, batch.values, strict=True) if is_named(leaf, [name])}
     for leaf, tensor in leaves.items():
         if not isinstance(tensor, Tensor):
@@ -89,13 +89,13 @@ def _rule(name: str, said: Any, multiple: int, batch: Batch) -> PadSpec:
         if not _holds(tensor.dtype, value):
             dtype = tensor_spec(tensor).dtype
             raise BatchError(f"pad appends {value!r} to {leaf}, whose {dtype} cannot hold it")
-        found.add(tuple(sorted({dim % rank for dim in places})))
-    if len(found) > 1:
+        dims.add(tuple(sorted({dim % rank for dim in places})))
+    if len(dims) > 1:
         raise BatchError(
             f"pad names {name}, which is several leaves of different ranks: give each its full name, as "
             f"{next(iter(leaves))}"
         )
-    return PadSpec(name, value, found.pop(), multiple)
+    return PadSpec(name, value, dims.pop(), multiple)
 
 
 def _holds(kind: torch.dtype, value: Any) -> bool:

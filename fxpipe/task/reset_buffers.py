@@ -48,8 +48,8 @@ def buffers_after(
     by_name = {name: (names[0], value) for names, value in rows.items() for name in names}
     present = dict(model.named_buffers(remove_duplicate=False))
     live = {first: value.clone() for first, value in (by_name[name] for name in present if name in by_name)}
-    known = {id(b): live[by_name[n][0]] if n in by_name else b.detach().to("meta") for n, b in present.items()}
-    view: nn.Module = replaced(model, known)
+    live_by_id = {id(b): live[by_name[n][0]] if n in by_name else b.detach().to("meta") for n, b in present.items()}
+    view: nn.Module = replaced(model, live_by_id)
     before = list(_all_else(view))
     versions = [version_of(tensor) for _, tensor in before if isinstance(tensor, Tensor)]
     try:
@@ -65,32 +65,32 @@ def buffers_after(
             hint="parameters, and buffers of other workers, have no values here",
         ) from error
     _refuse_other_changes(before, versions, list(_all_else(view)), where)
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     now = dict(view.named_buffers(remove_duplicate=False))
-    if made := sorted(now.keys() - present.keys()):
-        raise TaskError(f"reset(model) makes new buffers: {listed(made)}", where=where, hint=_HINT)
+    if new_names := sorted(now.keys() - present.keys()):
+        raise TaskError(f"reset(model) makes new buffers: {listed(new_names)}", where=where, hint=_HINT)
     for name in present:
         if name not in by_name:
             continue
         first, old = by_name[name]
         new = now.get(name)
-        if first in found and found[first] is not new:
+        if first in buffers and buffers[first] is not new:
             raise TaskError(
                 f"reset(model) replaces {name} in one of the modules that share it",
                 where=where,
                 hint="change it in place (zero_(), copy_()), so that all of them see the new value",
             )
         if new is None or new.is_meta or (new.shape, new.dtype) != (old.shape, old.dtype):
-            given = "nothing" if new is None else "a tensor without values, made from another worker's"
+            result = "nothing" if new is None else "a tensor without values, made from another worker's"
             if new is not None and not new.is_meta:
-                given = f"{new.dtype}{list(new.shape)}"
+                result = f"{new.dtype}{list(new.shape)}"
             raise TaskError(
-                f"reset(model) makes {given} of buffer {name}, which is {old.dtype}{list(old.shape)}",
+                f"reset(model) makes {result} of buffer {name}, which is {old.dtype}{list(old.shape)}",
                 where=where,
                 hint="a buffer keeps its shape and dtype, and is computed from numbers or from itself",
             )
-        found[first] = new
-    return {n: torch.empty_like(by_name[n][1]).copy_(v.detach()) for n, v in found.items()}
+        buffers[first] = new
+    return {n: torch.empty_like(by_name[n][1]).copy_(v.detach()) for n, v in buffers.items()}
 
 
 def _all_else(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -169,13 +169,13 @@ class BuffersReset:
         with random_state_kept():
             seed_generators(seed_of(self._seed, "reset", *place), self._device.type)
             before = torch.get_rng_state()
-            found = self._reset(rows)
+            buffers = self._reset(rows)
             drew = not torch.equal(before, torch.get_rng_state())
-        shared = [n for n, v in found.items() if len(self._rows[n].workers) > 1 and not torch.equal(v, state[n])]
+        shared = [n for n, v in buffers.items() if len(self._rows[n].workers) > 1 and not torch.equal(v, state[n])]
         if drew and shared:
             raise TaskError(
                 f"reset(model) draws random numbers and changes {listed(shared)}, of which several workers have copies "
                 "that must stay alike",
                 hint="take random numbers for a buffer that training changes, which has one worker; or none",
             )
-        state.update(found)
+        state.update(buffers)

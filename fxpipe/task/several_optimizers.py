@@ -29,7 +29,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        first, *others = [each.defaults for each in self.optimizers] or [{}]
+        first, *others = [optimizer.defaults for optimizer in self.optimizers] or [{}]
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
         # torch checks for repeated parameters there; the groups themselves must not be touched.
         super().__init__([{"params": list(group["params"])} for group in self._groups()], {})
@@ -39,21 +39,21 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step of each. None would call a closure: a pipeline has made the gradients."""
-        for each in self.optimizers:
-            each.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            each.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Gives each optimizer its part of a state from `state_dict`."""
         super().load_state_dict(state_dict)
         groups, state = iter(self.param_groups), self.state
-        for each in self.optimizers:
-            own = [next(groups) for _ in each.param_groups]
-            held = {p: state[p] for group in own for p in group["params"] if p in state}
-            each.__setstate__({"state": type(each.state)(dict, held), "param_groups": own})
+        for optimizer in self.optimizers:
+            its_groups = [next(groups) for _ in optimizer.param_groups]
+            held = {p: state[p] for group in its_groups for p in group["params"] if p in state}
+            optimizer.__setstate__({"state": type(optimizer.state)(dict, held), "param_groups": its_groups})
         self.param_groups = self._groups()
         self.state = _StateOfAll(self.optimizers)  # type: ignore[assignment]
 
@@ -61,7 +61,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for each in self.optimizers for group in each.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
 class _StateOfAll(Mapping[Tensor, Any]):
@@ -71,17 +71,17 @@ class _StateOfAll(Mapping[Tensor, Any]):
         self._optimizers = optimizers
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        for each in self._optimizers:
-            if parameter in each.state:  # checked first: reading a missing entry would make it
-                return each.state[parameter]
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:  # checked first: reading a missing entry would make it
+                return optimizer.state[parameter]
         raise KeyError(parameter)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for each in self._optimizers:
-            yield from each.state
+        for optimizer in self._optimizers:
+            yield from optimizer.state
 
     def __len__(self) -> int:
-        return sum(len(each.state) for each in self._optimizers)
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
@@ -91,7 +91,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
 
 def stepped_by(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
     """The type that makes the step of one of its groups."""
-    return next(type(part) for part in parts_of(optimizer) if any(own is group for own in part.param_groups))
+    return next(type(part) for part in parts_of(optimizer) if any(member is group for member in part.param_groups))
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -106,5 +106,5 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 def changes_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step differs from the step of torch's own optimizers."""
-    own = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
-    return any(step_hooks(optimizer)) or not own
+    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
+    return any(step_hooks(optimizer)) or not of_torch

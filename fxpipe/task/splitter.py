@@ -12,7 +12,7 @@ import torch
 from fxpipe.device_copies import ToDevice
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, Plan, TensorSpec
-from fxpipe.task.batch import Batch, constant_of, dump, is_number, said, unusual
+from fxpipe.task.batch import Batch, constant_of, is_number, said, unusual
 from fxpipe.task.containers import tree_text
 from fxpipe.torch_private import pytree
 
@@ -85,7 +85,7 @@ class Splitter:
 
     def _is_built_so(self, spec: pytree.TreeSpec) -> bool:
         if spec != self._known:
-            if dump(spec) != self.spec:
+            if pytree.treespec_dumps(spec) != self.spec:
                 return False
             self._known = spec
         return True
@@ -97,6 +97,10 @@ class Splitter:
         captured strides, because the captured code may rely on them.
         """
         return tuple(map(self._placed, self.leaves, part.values))
+
+    def read_of(self, part: Batch) -> list[Any]:
+        """What a step reads of a microbatch, where it is."""
+        return [value for leaf, value in zip(self.leaves, part.values, strict=True) if leaf.read]
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
         """The leaves of each microbatch.
@@ -118,8 +122,8 @@ class Splitter:
                 f"{leaf.name} is on the meta device and has no values",
                 hint="train_data() must return tensors with values",
             )
-        made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
-        return made.copy_(self._to_device(value.detach()))
+        placed = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
+        return placed.copy_(self._to_device(value.detach()))
 
     def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
         """Whether a leaf of the minibatch equals the one that every microbatch was captured with."""
@@ -133,9 +137,9 @@ class Splitter:
         if not leaf.read:
             return ""
         if leaf.tensor is None:
-            found = said(constant_of(value))
+            constant = said(constant_of(value))
             same = self._is_constant(leaf, value)
-            return "" if same else f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}"
+            return "" if same else f"{leaf.name} is {constant}, captured as the constant {said(leaf.constant)}"
         if is_number(value) and not leaf.tensor.shape:
             whole = isinstance(value, float) and leaf.tensor.dtype == "int64"
             return f"{leaf.name} is {value}, captured as an int" if whole else ""
@@ -157,4 +161,4 @@ class Splitter:
 
 def splitter_of(plan: Plan, device: torch.device | str = "cpu") -> Splitter:
     """The splitter of the user's minibatches for a build."""
-    return Splitter(plan.given, plan.batch_spec, plan.microbatches, device)
+    return Splitter(plan.step.given, plan.step.batch_spec, plan.microbatches, device)

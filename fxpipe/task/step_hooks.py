@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,7 @@ class StepHooks:
         loss: `loss(model, batch)`.
         loss_weight: the build's, if it has one.
         same: the model is the one that was compiled: its constants are the build's.
+        between: what a run calls between steps, by name; see `fxpipe.tracing.hook_state`.
         kept: that model in any mode; None if it is gone.
         trained: whether each of its parameters required gradients.
     """
@@ -32,6 +34,7 @@ class StepHooks:
     same: bool = False
     kept: Callable[[], nn.Module | None] = lambda: None
     trained: Mapping[str, bool] = field(default_factory=dict)
+    between: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
     def of_compiled(model: nn.Module, loss: Loss, loss_weight: LossWeight | None) -> StepHooks:
@@ -39,21 +42,21 @@ class StepHooks:
 
         Its `model` raises TaskError if the model is gone, or in another mode.
         """
-        kept, modes = weakref.ref(model), {name: part.training for name, part in model.named_modules()}
+        compiled_model, modes = weakref.ref(model), {name: part.training for name, part in model.named_modules()}
 
         def again() -> nn.Module:
-            found = kept()
-            if found is None:
+            compiled = compiled_model()
+            if compiled is None:
                 raise TaskError(
                     "the model that was compiled is gone", hint="keep it, or give model= and loss= with the options"
                 )
-            changed = [name for name, part in found.named_modules() if part.training != modes.get(name)]
+            changed = [name for name, part in compiled.named_modules() if part.training != modes.get(name)]
             if changed:
                 raise TaskError(
                     f"the model that was compiled is now in another mode ({changed[0] or 'the whole of it'})",
                     hint="call model.train() again, or give model=, a function that makes the model, and loss=",
                 )
-            return found
+            return compiled
 
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        return StepHooks(again, loss, loss_weight, same=True, kept=kept, trained=trained)
+        return StepHooks(again, loss, loss_weight, same=True, kept=compiled_model, trained=trained)

@@ -6,8 +6,9 @@ What takes a second to import is in files of its own, `aot` and `inductor`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction, DispatchKey, FunctionSchema
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._C._nn import _parse_to as parse_to
 from torch._decomp import decomposition_table as torch_decompositions
 from torch._decomp import decompositions
+from torch._dispatch.python import no_python_dispatcher
 from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace as composite_operators
 from torch._higher_order_ops.effects import with_effects
 from torch._library.custom_ops import OPDEFS
@@ -45,11 +47,16 @@ BUFFERS, MODULES, PARAMETERS = "_buffers", "_modules", "_parameters"
 SCHEDULERS = "_schedulers"
 # Where a module that torch.compile returns has the one that it was given.
 COMPILED = "_orig_mod"
+# Where a function that torch.compile returns has the one that it was given.
+PLAIN_FUNCTION = "_torchdynamo_orig_callable"
 # What an optimizer has in its `__dict__` after a step under a learning-rate scheduler.
 STEPPED = {"_opt_called": True}
 # What tracing replaces by these names: in `torch`, in `decompositions`, in `torch.utils.checkpoint` (there a prefix).
 CHECK_TENSOR, RNN_HELPER = "_check_tensor_all_with", "_rnn_helper"
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+# The operator that `torch.distributed.pipelining.pipe_split` calls; it computes nothing.
+MARK = "_pipe_split"
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where a traced tensor is asked for its values, or where a shape depends on them."""
@@ -105,8 +112,27 @@ def memory_of(tensor: Tensor) -> int:
 
 def shared_memory(size: int, device: torch.device) -> tuple[Tensor, Any]:
     """Bytes of a CUDA device, and what opens them in another process as long as they are here."""
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    with _fixed_segments():
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
     return memory, memory.untyped_storage()._share_cuda_()
+
+
+@contextmanager
+def _fixed_segments() -> Iterator[None]:
+    """Inside, CUDA's allocator has no expandable segments: many systems do not let another process open one."""
+    environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    read: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: environment)  # not in 2.11
+    before, change = read(), torch._C._accelerator_setAllocatorSettings
+    # What a text does not name gets torch's default, so it goes back as a whole.
+    inside = before.replace(" ", "").replace("expandable_segments:True", "expandable_segments:False")
+    if inside == before:
+        yield
+        return
+    change(inside)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def opened_memory(opens: Any, device: torch.device) -> Tensor:
@@ -124,6 +150,12 @@ def held_by(tensor: FunctionalTensor) -> Tensor:
     """What a functional tensor holds now: another object once it was written into."""
     torch._sync(tensor)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(tensor.elem)
+
+
+def made_functional(tensor: FakeTensor) -> Tensor:
+    """A tensor as the trace sees what it computes itself, if it makes calls in place functional; else the tensor."""
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return tensor if active is None else FunctionalTensor.to_functional(tensor)
 
 
 @functools.cache

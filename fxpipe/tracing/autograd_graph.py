@@ -20,9 +20,9 @@ def nodes(tensor: torch.Tensor) -> Iterator[Any]:
         node = waiting.pop()
         if node is not None:
             yield node
-        found = {function for function, _ in getattr(node, "next_functions", ())} - seen
-        seen |= found
-        waiting.extend(found)
+        next_nodes = {function for function, _ in getattr(node, "next_functions", ())} - seen
+        seen |= next_nodes
+        waiting.extend(next_nodes)
 
 
 def functions(tensor: torch.Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.task.batch import Batch
 from fxpipe.torch_private import UNKNOWN
 from fxpipe.tracing.known_values import mapped, tensors_in
-from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
+from fxpipe.user_lines import outwards, place, stacked, user_frame
 
 Made = TypeVar("Made")
 
@@ -56,17 +56,17 @@ class BatchReads:
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any, traced: Callable[..., Any]) -> Any:
         """What a torch call returns; `traced` makes it."""
         tensors = list(tensors_in((args, kwargs)))
-        own = [self._numbers[id(t)] for t in tensors if id(t) in self._numbers]
-        if not own:
+        numbers = [self._numbers[id(t)] for t in tensors if id(t) in self._numbers]
+        if not numbers:
             return traced(args, kwargs)
-        leaves, name = frozenset().union(*(n.leaves for n in own)), getattr(function, "__name__", "")
+        leaves, name = frozenset().union(*(n.leaves for n in numbers)), getattr(function, "__name__", "")
         if name in _SHOWN:
             self._read(leaves)
         if function in _TENSORS:
-            made = traced(args, kwargs)
-            wide = kwargs.get("dtype") is None and made.dtype == torch.float64
-            return made.to(torch.get_default_dtype()) if wide else made  # the type that torch gives a number
-        alone = len(own) == len(tensors)
+            result = traced(args, kwargs)
+            wide = kwargs.get("dtype") is None and result.dtype == torch.float64
+            return result.to(torch.get_default_dtype()) if wide else result  # the type that torch gives a number
+        alone = len(numbers) == len(tensors)
         others = [t for t in tensors if id(t) not in self._numbers]
 
         def typed(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,11 +77,11 @@ class BatchReads:
             return tensor.double() if name in _DIVISIONS else tensor
 
         try:
-            made = traced(mapped(args, typed), mapped(kwargs, typed))
+            result = traced(mapped(args, typed), mapped(kwargs, typed))
         except UNKNOWN:
             self._read(leaves)
             raise
-        return self._keep(made, leaves) if alone and isinstance(made, torch.Tensor) and not made.dim() else made
+        return self._keep(result, leaves) if alone and isinstance(result, torch.Tensor) and not result.dim() else result
 
     def _keep(self, tensor: torch.Tensor, leaves: frozenset[str]) -> torch.Tensor:
         self._numbers[id(tensor)] = _TracedNumber(tensor, leaves)
@@ -147,9 +147,9 @@ def of_what_is_read(batch: Batch, trace: Callable[[Batch, BatchReads], Made]) ->
     while True:
         reads = BatchReads()
         try:
-            made = trace(batch, reads)
+            traced = trace(batch, reads)
             if not reads.places:
-                return made, places
+                return traced, places
         except CaptureError:
             if not batch.plain:
                 raise

@@ -14,33 +14,38 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
 
+from fxpipe import user_lines
 from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.garbage import rarely_collected
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Program, info
 from fxpipe.messages import silenced
-from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.plan.spec import LeafSpec, TensorSpec, WatchedSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
-from fxpipe.task.batch import Batch, as_scalar, dump, tensor_spec
+from fxpipe.task.batch import Batch, as_scalar, tensor_spec
 from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.task.parameter_attributes import attributes_of
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
-from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
+from fxpipe.tracing import autograd_graph, kernels, origin, recurrent
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.batch_reads import BatchReads, of_what_is_read
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
-from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.held_tensors import NO_TENSORS, HeldTensors
+from fxpipe.tracing.hook_state import NO_HOOKS, Hooks
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, noteworthy, still_changing
@@ -54,6 +59,17 @@ OF_HOOKS = "gradient hooks see one microbatch's gradient at a time"
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+_one = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Inside, no other thread of this process captures a step: tracing changes torch for all of them."""
+    with _one:
+        yield
+
+
+@one_at_a_time()
 @rarely_collected()
 def capture(
     model: nn.Module,
@@ -64,6 +80,7 @@ def capture(
     params: str | None = None,
     constant_batch: Sequence[str] = (),
     state_notes: bool = True,
+    hooks: Hooks = NO_HOOKS,
 ) -> Program:
     """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
 
@@ -77,6 +94,8 @@ def capture(
         constant_batch: names (`batch['grid']`) or keys of the tensors in the batch whose values the step may read, as
             numbers, shapes and branches. Every later batch must have the same values.
         state_notes: whether to find out if Python state that the step changes matters to its later calls.
+        hooks: the functions that a run calls between steps: `Program.watched` says what the step reads of what they can
+            reach.
 
     Raises:
         CaptureError: with the user's line, when the step cannot be one graph.
@@ -84,27 +103,39 @@ def capture(
     """
     if not model.training:
         model.train()
-    given = Batch.of(batch, constant_batch)
-    given.check_constants()
+    example, attributes = Batch.of(batch, constant_batch), attributes_of(model)
+    example.check_constants()
     program, places = of_what_is_read(
-        given, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, params, state_notes)
+        example, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, params, state_notes, hooks)
     )
-    return replace(program, batch=tuple(replace(b, where=places.get(b.leaf.name)) for b in program.batch))
+    read = tuple(replace(b, where=places.get(b.leaf.name)) for b in program.batch)
+    return replace(program, batch=read, attributes=attributes)
 
 
 def _captured(
-    model: nn.Module, loss: Loss, example: _Example, autocast: str | None, params: str | None, state_notes: bool
+    model: nn.Module,
+    loss: Loss,
+    example: _Example,
+    autocast: str | None,
+    params: str | None,
+    state_notes: bool,
+    hooks: Hooks,
 ) -> Program:
-    tensors = HeldTensors(model, functions=(loss,), params=params)
+    hold = partial(HeldTensors, model, functions=(loss,), params=params, hooks=hooks)
+    tensors = hold()
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     dense(tensors)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     traced = _trace(model, loss, example, tensors, device, autocast)
     if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
-        tensors = HeldTensors(model, updated, (loss,), params)
+        tensors = hold(updated)
         traced = _trace(model, loss, example, tensors, device, autocast)
-    tree = dump(example.batch.tree)
+    if outside := tensors.outside(traced.met):
+        with contextlib.suppress(CaptureError):  # it reads their values: a run can only look if they change
+            followed = hold(updated, outside=outside)
+            tensors, traced = followed, _trace(model, loss, example, followed, device, autocast)
+    tree = pytree.treespec_dumps(example.batch.tree)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, autocast)
     nodes = 0 if tensors.changes else len(program.graph.nodes)
     notes = _state_notes(model, loss, example, tensors, device, autocast, nodes) if state_notes else []
@@ -114,7 +145,18 @@ def _captured(
             f"--params bf16 rounds {listed(buffers, 4)}, also what the step makes of them, as model.to(torch.bfloat16) "
             "does; a model that has bfloat16 parameters already keeps the types of its buffers"
         )
-    return replace(program, warnings=(*program.warnings, *notes))
+    return replace(program, warnings=(*program.warnings, *notes), watched=_watched(program, tensors, traced))
+
+
+def _watched(program: Program, tensors: HeldTensors, traced: Traced) -> tuple[WatchedSpec, ...]:
+    """What the program has read of state that hooks reach."""
+    lines, buffers = dict(traced.met), {}
+    rows = {row.names[0]: program.placeholders[row.node] for row in program.buffers}
+    for key, name in tensors.named.items():
+        if name in rows and (users := list(rows[name].users)):
+            first = info(users[0])
+            buffers[key], lines[key] = name, f"{first.source}: {first.text}" if first.source else None
+    return tensors.shared.watched(buffers, lines)
 
 
 @dataclass(frozen=True)
@@ -133,9 +175,16 @@ class CapturedEvaluation:
     gathered: dict[str, TensorSpec]
 
 
+@one_at_a_time()
 @rarely_collected()
 def capture_evaluation(
-    model: nn.Module, metrics: Metrics, batch: Any, *, gathers: bool = False, params: str | None = None
+    model: nn.Module,
+    metrics: Metrics,
+    batch: Any,
+    *,
+    gathers: bool = False,
+    params: str | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> CapturedEvaluation:
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
@@ -143,55 +192,65 @@ def capture_evaluation(
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
         gathers: it may return tensors with dimensions, too, which runs gather.
-        params: as in `capture`.
+        params, hooks: as in `capture`.
         batch: a pytree of tensors and plain constants, or a `Batch`, which also says which are constants.
 
     Raises:
         CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
         BatchError: the batch is not a pytree of tensors.
     """
-    found, _ = of_what_is_read(
-        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers, params)
-    )
-    return found
+    return of_what_is_read(
+        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers, params, hooks)
+    )[0]
 
 
 def _evaluation(
-    model: nn.Module, metrics: Metrics, example: _Example, gathers: bool, params: str | None
+    model: nn.Module,
+    metrics: Metrics,
+    example: _Example,
+    gathers: bool,
+    params: str | None,
+    hooks: Hooks,
+    outside: Mapping[str, torch.Tensor] = NO_TENSORS,
 ) -> CapturedEvaluation:
-    tensors = HeldTensors(model, functions=(metrics,), params=params)
+    tensors = HeldTensors(model, functions=(metrics,), params=params, hooks=hooks, outside=outside)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
     place = user_lines.definition(metrics)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     replaced: list[int] = []
     lost: list[int] = []
-    watch = origin.TracedStep()
+    watch = tensors.traced_step()
 
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
-        held, (given, known) = args[:count], example.with_tensors(args[count:])
+        held, (user_batch, known_values) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held), torch.no_grad():
-            with origin.recording(model, watch, args, tensors.stand_ins, known, example.reads):
-                values = evaluated(metrics(model, given), place, gathers)
+            with origin.recording(model, watch, args, tensors.stand_ins, known_values, example.reads):
+                values = evaluated(metrics(model, user_batch), place, gathers)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.inputs[row])}
         lost[:] = [row for row in new if row not in fits]
         replaced[:] = [row for row in new if row in fits]
-        found.clear()
-        found.update(values)
+        results.clear()
+        results.update(values)
         # Copies: a metric may be a parameter, or have two names.
-        made = [v for v in values.values() if isinstance(v, torch.Tensor)]
-        return [v.detach().clone() for v in (*(new[row] for row in replaced), *made)]
+        computed_values = [v for v in values.values() if isinstance(v, torch.Tensor)]
+        return [v.detach().clone() for v in (*(new[row] for row in replaced), *computed_values)]
 
-    with eval_mode(model), tensors.python.preserved():
+    with eval_mode(model), tensors.python.preserved(), tensors.shared.reading():
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.inputs), *example.inputs], watch)
-    computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
+    if more := tensors.outside(watch.met):
+        with contextlib.suppress(CaptureError):  # as in `_captured`
+            return _evaluation(model, metrics, example, gathers, params, hooks, more)
+    computed = tuple(name for name, v in results.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in noteworthy(tensors.changes)]
-    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True)
-    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.batch.tree), device, None)
-    constants = {name: float(v) for name, v in found.items() if name not in computed}
-    tensors_of_all = {name: tensor_spec(found[name]) for name in computed if gathers and found[name].dim()}
-    return CapturedEvaluation(program, tuple(found), constants, tensors_of_all)
+    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True, met=watch.met)
+    tree = pytree.treespec_dumps(example.batch.tree)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, None)
+    program = replace(program, watched=_watched(program, tensors, traced))
+    constants = {name: float(v) for name, v in results.items() if name not in computed}
+    tensors_of_all = {name: tensor_spec(results[name]) for name in computed if gathers and results[name].dim()}
+    return CapturedEvaluation(program, tuple(results), constants, tensors_of_all)
 
 
 @dataclass(frozen=True)
@@ -221,16 +280,16 @@ class _Example:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
         """The user's batch with other tensors in place of those that are traced, and its constants."""
-        rest, known, values = iter(tensors), KnownValues(), []
+        traced_tensors, known_values, values = iter(tensors), KnownValues(), []
         for leaf, value in zip(self.leaves, self.batch.values, strict=True):
             if leaf.tensor:
-                traced = next(rest)
+                traced = next(traced_tensors)
                 values.append(traced if isinstance(value, torch.Tensor) else self.reads.number(leaf.name, traced))
             elif isinstance(value, torch.Tensor):
-                values.append(known.copy(value))
+                values.append(known_values.copy(value))
             else:
                 values.append(value if leaf.read else self.reads.text(leaf.name, value))
-        return pytree.tree_unflatten(values, self.batch.tree), known
+        return pytree.tree_unflatten(values, self.batch.tree), known_values
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> str:
@@ -249,8 +308,8 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tens
     if not tensor.is_meta:
         return mode.from_tensor(tensor)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _Bare(nn.Module):
@@ -278,16 +337,16 @@ def _trace(
     named: dict[str, torch.Tensor] = {}
     functions: list[str] = []
     place = user_lines.definition(loss)
-    watch = origin.TracedStep()
+    watch = tensors.traced_step()
 
     def step(*args: torch.Tensor) -> list[torch.Tensor]:
         """The loss, the new values of tensors that the step has replaced, and the metrics."""
-        held, (batch, known) = args[:count], example.with_tensors(args[count:])
+        held, (batch, known_values) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held):
             tensors.hook()
             with (
                 autocasting(device, autocast),
-                origin.recording(model, watch, args, tensors.stand_ins, known, example.reads),
+                origin.recording(model, watch, args, tensors.stand_ins, known_values, example.reads),
             ):
                 returned, metrics = loss_and_metrics(loss(model, batch))
                 value = scalar(returned, place)
@@ -303,7 +362,8 @@ def _trace(
             value = value.clone()  # a loss that is a parameter
         return [value, *(new[row].detach().clone() for row in replaced), *named.values()]
 
-    with tensors.python.preserved():  # undoes changes of the backward, draws of the forward
+    # Undone: changes of the backward, draws of the forward.
+    with tensors.python.preserved(), tensors.shared.reading():
         before = tensors.python.snapshot()
         graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
         tensors.changes += tensors.python.changes(before)
@@ -311,11 +371,11 @@ def _trace(
         notes.append(f"{OF_HOOKS}: {', '.join(tensors.hooked)}")
     if named:
         forget_numbers(graph_module.graph, len(named))
-    own = [f"the backward of {name}" for name in functions]
+    backwards = [f"the backward of {name}" for name in functions]
     if (line := watch.operators.get("register_hook")) is not None:
-        own.append(f"a gradient hook ({watch.where(line)})")
-    said = listed(own, 4) if own else ""
-    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), tuple(named), own_backward=said)
+        backwards.append(f"a gradient hook ({watch.where(line)})")
+    text = listed(backwards, 4) if backwards else ""
+    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), tuple(named), False, text, watch.met)
 
 
 def _state_notes(
@@ -328,16 +388,16 @@ def _state_notes(
     """
     changes = tensors.changes
     fake = KernelStrides(allow_non_fake_inputs=True)
-    made = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]
-    held, given = made[: len(tensors.values)], made[len(tensors.values) :]
+    fakes = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]
+    held, batch_tensors = fakes[: len(tensors.values)], fakes[len(tensors.values) :]
     trained = tuple(t for t in held if t.requires_grad)
     watch = origin.TracedStep()
     watch.calls = calls = StepCalls(every=False)
     calls.know_constants(fake)
 
     def run() -> None:
-        batch, known = example.with_tensors(given)
-        with origin.recording(model, watch, made, tensors.stand_ins, known, example.reads):
+        batch, known_values = example.with_tensors(batch_tensors)
+        with origin.recording(model, watch, fakes, tensors.stand_ins, known_values, example.reads):
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))
             calls.backward()
@@ -372,10 +432,10 @@ def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tupl
     """torch.autograd.grad, whose own call, seen by a recorder, would hide from it what hooks call."""
     with DisableTorchFunction():
         one = torch.ones_like(loss)
-    found: tuple[torch.Tensor | None, ...] = run_backward(
+    gradients: tuple[torch.Tensor | None, ...] = run_backward(
         (loss,), (one,), False, False, parameters, allow_unreachable=True, accumulate_grad=False
     )
-    return found
+    return gradients
 
 
 def _export(
@@ -385,7 +445,7 @@ def _export(
     # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.
     fake = KernelStrides(allow_non_fake_inputs=True)
     device = _one_device(args)
-    made = tuple(_fake(fake, t, device) for t in args)
+    fakes = tuple(_fake(fake, t, device) for t in args)
     try:
         with (
             contextlib.ExitStack() as stack,
@@ -395,7 +455,7 @@ def _export(
         ):
             warnings.simplefilter("ignore")  # the tracer's own; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
-            traced = aot_export_joint_with_descriptors(stack, _Bare(function), made)
+            traced = aot_export_joint_with_descriptors(stack, _Bare(function), fakes)
     except FxpipeError:
         if watch.calls.settle():
             return _export(function, args, watch)

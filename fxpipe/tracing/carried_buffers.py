@@ -17,12 +17,12 @@ def buffers_carried(programs: Sequence[Program]) -> tuple[Program, ...]:
     reads it, or if the new value of a carried buffer reads it.
     """
     read: set[str] = set()
-    wanted: set[str] | None = None
-    while wanted != read:
-        wanted = set(read)
+    before: set[str] | None = None
+    while before != read:
+        before = set(read)
         for program in programs:
             names = {b.node: b.names[0] for b in program.buffers}
-            new = [n for node, n in program.updates().items() if names[node] in wanted]
+            new = [n for node, n in program.updates().items() if names[node] in before]
             needed = _needed([*program.metrics().values(), *new])
             read |= {names[node] for node in names if program.placeholders[node] in needed}
     return tuple(_with_buffers(program, read) for program in programs)
@@ -42,14 +42,14 @@ def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _with_buffers(program: Program, names: set[str]) -> Program:
     """The program with the new values of only these buffers."""
     first = {b.node: b.names[0] for b in program.buffers}
-    rest = [first[o.target] for o in program.outputs if o.kind == "buffer" and first[o.target] not in names]
-    if not rest:
+    dropped = [first[o.target] for o in program.outputs if o.kind == "buffer" and first[o.target] not in names]
+    if not dropped:
         return program
     program = program.copy()
     pairs = zip(program.output_nodes, program.outputs, strict=True)
-    kept = [(node, o) for node, o in pairs if o.kind != "buffer" or first[o.target] in names]
+    outputs = [(node, o) for node, o in pairs if o.kind != "buffer" or first[o.target] in names]
     output = program.graph.output_node()
-    output.args = (tuple(node for node, _ in kept),)
-    output.meta["val"] = tuple(value(node) for node, _ in kept)
-    notes = [f"it changes buffer {name}: no metric reads it, and the change is not kept" for name in rest]
-    return replace(program, outputs=tuple(o for _, o in kept), warnings=(*program.warnings, *notes))
+    output.args = (tuple(node for node, _ in outputs),)
+    output.meta["val"] = tuple(value(node) for node, _ in outputs)
+    notes = [f"it changes buffer {name}: no metric reads it, and the change is not kept" for name in dropped]
+    return replace(program, outputs=tuple(o for _, o in outputs), warnings=(*program.warnings, *notes))

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe import user_lines
 from fxpipe.errors import CaptureError
 from fxpipe.torch_private import OPDEFS, HigherOrderOperator, OpOverload, has_kernel, initial_function, with_effects
-from fxpipe.tracing import origin, user_lines
+from fxpipe.tracing import origin
 
 PAGE = "operators"
 _TORCHS = ("aten", "prim", "prims", "prims_rng", "rngprims", "quantized", "sparse", "mkldnn", "higher_order")
@@ -28,25 +29,25 @@ _KERNEL = r"Could not run '(\S+)' with arguments from|could not find kernel for 
 
 def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
     """What an operator lacks, if that is why a trace failed."""
-    said = str(error)
+    message = str(error)
     where = user_lines.user_traceback(error)
     function = getattr(error, "func", None)
     if changes := _changes(error):
         return _in_place(changes, where or _where(_plain(changes.name()), watch))
     if isinstance(function, OpOverload) and type(error).__name__ == "UnsupportedOperatorException":
         return None if function.namespace in _TORCHS else _no_fake(str(function), where, watch)
-    if found := re.search(_FAKE, said):
-        return _no_fake(found[1], where, watch)
-    if found := re.search(_GRADIENT, said):
-        name = _plain(found[1] or found[2])
+    if match := re.search(_FAKE, message):
+        return _no_fake(match[1], where, watch)
+    if match := re.search(_GRADIENT, message):
+        name = _plain(match[1] or match[2])
         return CaptureError(
             f"the step needs a gradient through the operator {name}, which has no formula for one",
             where=where or _where(name, watch),
             hint="give it one with torch.library.register_autograd; if none is needed, call it on x.detach()",
             page=PAGE,
         )
-    if found := re.search(_KERNEL, said):
-        name = _plain(found[1] or found[2])
+    if match := re.search(_KERNEL, message):
+        name = _plain(match[1] or match[2])
         return None if name.split(".")[0] in _TORCHS else _no_kernel(name, "this device", where or _where(name, watch))
     return None
 
@@ -60,8 +61,8 @@ def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target is with_effects:
             continue
-        known = origin.of(node.meta)
-        where = watch.where((known.file, known.line))
+        node_origin = origin.of(node.meta)
+        where = watch.where((node_origin.file, node_origin.line))
         if isinstance(node.target, HigherOrderOperator):
             raise _higher(node, where)
         if isinstance(node.target, OpOverload) and node.target.namespace not in _TORCHS:
@@ -99,9 +100,9 @@ def _higher(node: fx.Node, where: str | None) -> CaptureError:
 def _changes(error: Exception) -> OpOverload | None:
     """The operator in place whose call the trace was in, as torch rewrites it: 2.11 fails there, 2.13 makes a node."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        known = frame.f_locals
-        if isinstance(known.get("self"), HigherOrderOperator) and isinstance(known.get("_mutable_op"), OpOverload):
-            return known["_mutable_op"]
+        local = frame.f_locals
+        if isinstance(local.get("self"), HigherOrderOperator) and isinstance(local.get("_mutable_op"), OpOverload):
+            return local["_mutable_op"]
     return None
 
 

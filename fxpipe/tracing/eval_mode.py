@@ -76,9 +76,9 @@ class _Writes(LightDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for argument, given in zip(schema_of(func).arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in pytree.tree_leaves(given):
+                for tensor in pytree.tree_leaves(value):
                     memory = memory_of(tensor) if isinstance(tensor, Tensor) else None
                     if memory in self._watched and memory not in self.values:
                         self.values[memory] = [(watched, watched.clone()) for watched in self._watched[memory]]

@@ -12,8 +12,9 @@ import bisect
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,12 @@ from fxpipe.torch_private import (
     backward_pre_hooks,
     version_of,
 )
+from fxpipe.tracing import origin
 from fxpipe.tracing.holders import is_container
+from fxpipe.tracing.hook_state import NO_HOOKS, OUTSIDE, Hooks, SharedState
 from fxpipe.tracing.model_state import Change, PythonState
 
+NO_TENSORS: Mapping[str, torch.Tensor] = {}
 _REGISTERED = (PARAMETERS, BUFFERS)
 _INTERNAL = frozenset(nn.Module().__dict__)
 
@@ -55,6 +59,7 @@ class HeldTensors:
     Attributes:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
+        shared: what the hooks reach of it.
         changes: how the last call inside `replaced` changed the Python state that the step reaches.
         stand_ins: inside `replaced`, the tensor to use instead, by the id of each tensor that the model holds.
         cast: the rows that are kept in float32, and computed with in bfloat16.
@@ -63,6 +68,8 @@ class HeldTensors:
     Args:
         state: names of parameters that are the step's state and not trained: they count as buffers.
         functions: the step's; the Python state that they reach is the step's, too.
+        hooks: what a run calls between steps (`fxpipe.tracing.hook_state`).
+        outside: by name, tensors that no module holds, which count as buffers: hooks may change them.
         params: 'bf16' computes in bfloat16, and keeps what is trained in float32; see `bf16_parameters`.
 
     Raises:
@@ -75,8 +82,11 @@ class HeldTensors:
         state: Collection[str] = (),
         functions: Sequence[Callable[..., Any]] = (),
         params: str | None = None,
+        hooks: Hooks = NO_HOOKS,
+        outside: Mapping[str, torch.Tensor] = NO_TENSORS,
     ) -> None:
         self.model = model
+        self._hooks = hooks
         self._functions = functions
         self.names: list[tuple[str, ...]] = []
         self.values: list[torch.Tensor] = []
@@ -97,6 +107,8 @@ class HeldTensors:
         self.registered = len(self.values)
         self._refuse_without_values()
         self._add_places()
+        for name, tensor in outside.items():
+            self._add(name, tensor)
         self._refuse_overlaps()
         persistent = set(model.state_dict(keep_vars=True))
         self.persistent = [any(n in persistent for n in names) for names in self.names]
@@ -133,9 +145,9 @@ class HeldTensors:
     def hooked(self) -> list[str]:
         """Parameters with gradient hooks and modules with backward hooks."""
         parameters = zip(self.names[: self.parameters], self.values, strict=False)
-        found = [names[0] for names, parameter in parameters if backward_hooks(parameter)]
+        hooked = [names[0] for names, parameter in parameters if backward_hooks(parameter)]
         modules = self.model.named_modules()
-        return found + [path or "the model" for path, m in modules if backward_hooks(m) or backward_pre_hooks(m)]
+        return hooked + [path or "the model" for path, m in modules if backward_hooks(m) or backward_pre_hooks(m)]
 
     @functools.cached_property
     def python(self) -> PythonState:
@@ -143,19 +155,39 @@ class HeldTensors:
         hooks = [hook for p in self.values[: self.parameters] for hook in (backward_hooks(p) or {}).values()]
         return PythonState(self.model, (*self._functions, *hooks))
 
+    @functools.cached_property
+    def shared(self) -> SharedState:
+        return SharedState(self.python, self._hooks)
+
+    def traced_step(self) -> origin.TracedStep:
+        """What will be known about the step, which also follows the tensors that hooks reach."""
+        step = origin.TracedStep()
+        step.followed = self.shared.tensors.keys()
+        return step
+
+    def outside(self, met: Container[int]) -> dict[str, torch.Tensor]:
+        """Of the tensors that hooks reach and the step has read (`met`), those without a row, by new names."""
+        lost = [t for key, t in self.shared.tensors.items() if key in met and key not in self._row_of]
+        return {f"{OUTSIDE}{self.shared.written(tensor)}": tensor for tensor in lost}
+
+    @property
+    def named(self) -> dict[int, str]:
+        """The first name of each tensor that is no parameter, by its id."""
+        return {key: self.names[row][0] for key, (_, row) in self._row_of.items() if row >= self.parameters}
+
     @contextlib.contextmanager
-    def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the model has `given` in place of its rows; afterwards its state from before, but for generators.
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the model has these tensors as its rows; afterwards its state from before, but for generators.
 
         It computes with casts of the rows in `cast`.
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
-        self._given = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(given)]
+        self._given = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(tensors)]
         self.stand_ins = {key: self._stand_in(tensor, self._given[row]) for key, (tensor, row) in self._row_of.items()}
         attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
         filled: set[int] = set()
         try:
-            with self.python.preserved(draws=False):  # so that two calls draw different numbers
+            with self._of_their_classes(), self.python.preserved(draws=False):  # two calls draw different numbers
                 for module in self.model.modules():
                     for key, value in list(module.__dict__.items()):
                         if key not in _INTERNAL or key in _REGISTERED:
@@ -168,9 +200,9 @@ class HeldTensors:
         finally:
             self.stand_ins = {}
 
-    def _stand_in(self, tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def _stand_in(self, tensor: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
         """A parameter's memory under another name, such as a buffer made by detach(): without a gradient."""
-        return given.detach() if given.requires_grad and not tensor.requires_grad else given
+        return replacement.detach() if replacement.requires_grad and not tensor.requires_grad else replacement
 
     def _filled(self, value: Any, filled: set[int]) -> Any:
         """A value with stand-ins in it; a container stays the same object, because others may hold it too."""
@@ -208,29 +240,29 @@ class HeldTensors:
         for row in self.cast:
             if version_of(self._given[row]):
                 raise changed_in_place(self.names[row][0], None)
-        found: dict[int, Any] = {}
-        kept: set[int] = set()
+        new_values: dict[int, Any] = {}
+        unchanged: set[int] = set()
         for place in self._places:
             if place.row < self.parameters and not place.registered:
                 continue
             current = _follow(place)
             if current is self.stand_ins[id(place.tensor)]:
-                kept.add(place.row)
+                unchanged.add(place.row)
                 continue
             if place.row < self.parameters:
                 raise CaptureError(
                     f"the step replaces parameter {self.names[place.row][0]}",
                     hint="only the optimizer may change parameters; keep such a value in a buffer",
                 )
-            found[place.row] = current
-        for row in kept.intersection(found):
+            new_values[place.row] = current
+        for row in unchanged.intersection(new_values):
             if row < self.registered:
                 raise CaptureError(
                     f"the step replaces {self.names[row][0]} in one of the modules that share it",
                     hint="update it in place (copy_), so that all of them see the new value",
                 )
-            del found[row]
-        return found
+            del new_values[row]
+        return new_values
 
     def put_back(self) -> None:
         """Inside `replaced`: undo the replacements that `rebound` returns: the pipeline keeps those values."""
@@ -243,12 +275,12 @@ class HeldTensors:
 
     def now(self) -> dict[str, torch.Tensor]:
         """The tensors that the model holds now, by first names; the new one where a tensor was replaced."""
-        found = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
+        tensors = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
         for place in self._places:
             current = _follow(place)
             if current is not place.tensor and isinstance(current, torch.Tensor):
-                found[self.names[place.row][0]] = current
-        return found
+                tensors[self.names[place.row][0]] = current
+        return tensors
 
     def _add(self, name: str, tensor: torch.Tensor) -> int:
         if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
@@ -289,8 +321,8 @@ class HeldTensors:
 
     def _refuse_new(self) -> None:
         """Refuse parameters that the step makes: they would be drawn again at every step."""
-        known = {id(tensor) for tensor in self.stand_ins.values()}
-        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
+        stand_in_ids = {id(tensor) for tensor in self.stand_ins.values()}
+        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in stand_in_ids]
         if new:
             raise CaptureError(
                 f"the step makes parameters: {', '.join(new[:8])}",
@@ -298,10 +330,32 @@ class HeldTensors:
             )
 
     def _attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """The `__dict__` of the stand-in of a tensor, with the attributes that the user has set on the tensor."""
-        own = vars(self.stand_ins[id(tensor)])
-        own.update({name: value for name, value in vars(tensor).items() if name not in own})
-        return dict(own)
+        """The `__dict__` of the stand-in of a tensor, with the attributes that the user has set on the tensor.
+
+        Those of a user's subclass of nn.Parameter, too, methods and properties included.
+        """
+        stand_in = self.stand_ins[id(tensor)]
+        attributes = vars(stand_in)
+        attributes.update({name: value for name, value in vars(tensor).items() if name not in attributes})
+        kind = type(tensor)
+        names = sorted(set(dir(kind)).difference(dir(nn.Parameter)))
+        members = [(name, inspect.getattr_static(kind, name)) for name in names]
+        for name, member in sorted(members, key=lambda row: isinstance(row[1], property)):  # which may use all others
+            with contextlib.suppress(Exception):  # a property that reads values: the step fails where it needs it
+                attributes.setdefault(name, member.__get__(stand_in, kind) if hasattr(member, "__get__") else member)
+        return dict(attributes)
+
+    @contextlib.contextmanager
+    def _of_their_classes(self) -> Iterator[None]:
+        """Inside, `isinstance` takes stand-ins for what they stand for, also if that is of a class of the user's."""
+        meta: Any = type(nn.Parameter)
+        kinds = {id(self.stand_ins[key]): type(tensor) for key, (tensor, _) in self._row_of.items()}
+        original = meta.__instancecheck__
+        meta.__instancecheck__ = lambda cls, one: original(cls, one) or issubclass(kinds.get(id(one), object), cls)
+        try:
+            yield
+        finally:
+            meta.__instancecheck__ = original
 
     def _refuse_attributes(self, before: dict[int, dict[str, Any]]) -> None:
         """Refuse attributes that the step sets on the model's tensors: stand-ins get them, and they are lost."""

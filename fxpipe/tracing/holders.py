@@ -26,9 +26,10 @@ Content = dict[Any, Any]
 
 
 class Holder(Protocol):
-    """A place that holds values by key; `name` is how the user writes it."""
+    """A place that holds values by key; `name` is how the user writes it, `thing` the object itself."""
 
     name: str
+    thing: Any
 
     def read(self) -> Content:
         """What it holds now, in a dictionary of its own."""
@@ -54,12 +55,12 @@ class Attributes:
         self._dict: dict[str, Any] | None = getattr(thing, "__dict__", None)
 
     def read(self) -> Content:
-        found = dict(self._dict or {})
+        content = dict(self._dict or {})
         for slot in self._slots:
             value = getattr(self.thing, slot, _NOTHING)
             if value is not _NOTHING:
-                found[slot] = value
-        return found
+                content[slot] = value
+        return content
 
     def write(self, content: Mapping[Any, Any]) -> None:
         for slot in self._slots:
@@ -79,26 +80,28 @@ class Globals:
     """Some names of a module, which functions read or assign.
 
     Args:
-        own: the module is the user's; of others, functions, classes and modules are not state.
+        of_user: the module is the user's; of others, functions, classes and modules are not state.
     """
 
-    def __init__(self, module: dict[str, Any], prefix: str = "", own: bool = True) -> None:
-        self.module, self.names, self.name, self.own = module, set[str](), prefix, own
+    thing: dict[str, Any]
+
+    def __init__(self, module: dict[str, Any], prefix: str = "", of_user: bool = True) -> None:
+        self.thing, self.names, self.name, self.of_user = module, set[str](), prefix, of_user
 
     def read(self) -> Content:
         return self.of(self.names)
 
     def of(self, names: Collection[str]) -> Content:
         """What it holds under these names."""
-        found = {name: self.module[name] for name in names if name in self.module}
-        if self.own:
-            return found
-        return {name: v for name, v in found.items() if not (callable(v) or isinstance(v, types.ModuleType))}
+        content = {name: self.thing[name] for name in names if name in self.thing}
+        if self.of_user:
+            return content
+        return {name: v for name, v in content.items() if not (callable(v) or isinstance(v, types.ModuleType))}
 
     def write(self, content: Mapping[Any, Any]) -> None:
         for name in self.read().keys() - content.keys():
-            self.module.pop(name, None)
-        self.module.update(content)
+            self.thing.pop(name, None)
+        self.thing.update(content)
 
     def call(self, key: Any) -> str:
         return f"{self.name}{key}"
@@ -128,24 +131,24 @@ class Members:
     """A list, deque, set or dictionary, or an object of a derived class, whose own methods are not used."""
 
     def __init__(self, container: Any, name: str) -> None:
-        self.container, self.name = container, name
+        self.thing, self.name = container, name
         self.kind: Any = next(kind for kind in KINDS if isinstance(container, kind))
         if isinstance(container, OrderedDict):
             self.kind = OrderedDict  # which keeps its order outside of the dictionary
 
     def read(self) -> Content:
         if self.kind is set:
-            return {member: member for member in set.__iter__(self.container)}
+            return {member: member for member in set.__iter__(self.thing)}
         named = issubclass(self.kind, dict)
-        return dict(self.kind.items(self.container) if named else enumerate(self.kind.__iter__(self.container)))
+        return dict(self.kind.items(self.thing) if named else enumerate(self.kind.__iter__(self.thing)))
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        self.kind.clear(self.container)
+        self.kind.clear(self.thing)
         if issubclass(self.kind, dict):
             for key, value in content.items():
-                self.kind.__setitem__(self.container, key, value)
+                self.kind.__setitem__(self.thing, key, value)
         else:
-            (set.update if self.kind is set else self.kind.extend)(self.container, content.values())
+            (set.update if self.kind is set else self.kind.extend)(self.thing, content.values())
 
     def call(self, key: Any) -> str:
         return f"{self.name}[{key!r}]"
@@ -162,7 +165,15 @@ class Single:
 
 
 class Cell(Single):
-    """A variable of an enclosing function."""
+    """A variable of an enclosing function.
+
+    Args:
+        reader: the function that has it.
+    """
+
+    def __init__(self, thing: Any, name: str, reader: types.FunctionType) -> None:
+        super().__init__(thing, name)
+        self.reader = f"{reader.__module__}.{reader.__qualname__}"
 
     def read(self) -> Content:
         try:

@@ -6,13 +6,14 @@ torch's descriptors (`meta["desc"]`) say what an input or output is, `partitione
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from fxpipe import user_lines
 from fxpipe.errors import CaptureError
 from fxpipe.ir.aten import true_value, viewed
 from fxpipe.ir.program import (
@@ -29,7 +30,7 @@ from fxpipe.ir.program import (
 )
 from fxpipe.plan.spec import Phase
 from fxpipe.torch_private import operator_name, pytree, rename, with_effects
-from fxpipe.tracing import origin, user_lines
+from fxpipe.tracing import origin
 from fxpipe.tracing.held_tensors import HeldTensors, changed_in_place
 from fxpipe.tracing.refusals import within_backward
 
@@ -43,7 +44,7 @@ class Traced(NamedTuple):
 
     `replaced`: their rows, in the order of the outputs after the loss; `lost`: rows whose new value has another shape
     or dtype, or is not a tensor. `metrics`: the names of the outputs after those. `evaluates`: it is an evaluation,
-    which has no loss. `own_backward`: as in `Program`.
+    which has no loss. `own_backward`: as in `Program`. `met`: the lines of tensors that hooks reach, by id.
     """
 
     graph_module: fx.GraphModule
@@ -53,6 +54,7 @@ class Traced(NamedTuple):
     metrics: tuple[str, ...]
     evaluates: bool = False
     own_backward: str = ""
+    met: Mapping[int, str | None] = {}
 
 
 class Reader:
@@ -120,12 +122,12 @@ class Reader:
                 if placeholder.users:
                     self._refuse_view(self.tensors.values[i], names[0], _line(next(iter(slots[i].users))))
                 buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
-        batch, rest = [], iter(slots[count:])
+        batch, batch_placeholders = [], iter(slots[count:])
         for leaf in self.leaves:
             if leaf.tensor is None:
                 batch.append(BatchInput(None, leaf))
                 continue
-            node = self.mapped[next(rest)]
+            node = self.mapped[next(batch_placeholders)]
             batch.append(BatchInput(node.name, replace(leaf, read=bool(node.users))))
         return Program(
             graph=self.graph,
@@ -165,14 +167,14 @@ class Reader:
             )
         slots = [by_index[i] for i in range(len(by_index))]
         for i, (node, name) in enumerate(zip(slots, names, strict=True)):
-            made = self.graph.placeholder(origin.identifier(name))
-            made.target = made.name  # two names may make one identifier
-            made.meta["val"] = node.meta["val"]
-            self.mapped[node] = made
+            placeholder = self.graph.placeholder(origin.identifier(name))
+            placeholder.target = placeholder.name  # two names may make one identifier
+            placeholder.meta["val"] = node.meta["val"]
+            self.mapped[node] = placeholder
             if i < len(self.tensors.values):
-                self.values[made.name] = self.tensors.inputs[i].detach()
+                self.values[placeholder.name] = self.tensors.inputs[i].detach()
             else:
-                self.example[made.name] = self.inputs[i - len(self.tensors.values)]
+                self.example[placeholder.name] = self.inputs[i - len(self.tensors.values)]
         self.tangents = tangents
         return slots
 
@@ -202,68 +204,69 @@ class Reader:
     def _tangent(self, node: fx.Node) -> None:
         """The gradient of the loss with respect to itself: the constant 1."""
         fake = node.meta["val"]
-        made = self.graph.create_node(
+        ones = self.graph.create_node(
             "call_function",
             torch.ops.aten.ones.default,
             (list(fake.shape),),
             {"dtype": fake.dtype, "device": torch.device(fake.device.type)},
             name="d_loss",
         )
-        made.meta["val"] = fake
-        made.meta[INFO] = NodeInfo("B")
-        self.mapped[node] = made
+        ones.meta["val"] = fake
+        ones.meta[INFO] = NodeInfo("B")
+        self.mapped[node] = ones
 
     def _forward_origins(self, nodes: Sequence[fx.Node], forward: set[fx.Node]) -> dict[int, origin.Origin]:
         """Origin by seq_nr, from the last forward node of each autograd node."""
-        found: dict[int, origin.Origin] = {}
+        origins: dict[int, origin.Origin] = {}
         for node in nodes:
             if node in forward and node.op == "call_function" and "seq_nr" in node.meta:
-                found.setdefault(node.meta["seq_nr"], origin.of(node.meta))
-        return found
+                origins.setdefault(node.meta["seq_nr"], origin.of(node.meta))
+        return origins
 
     def _call(self, node: fx.Node, phase: Phase, origins: dict[int, origin.Origin]) -> None:
-        known = origin.Origin()
+        node_origin = origin.Origin()
         if phase == "B" and self.tangents:  # the first of them
             self._cast_others(origins)
             while self.tangents:
                 self._tangent(self.tangents.pop())
         if phase == "F":
-            known = origin.of(node.meta)
+            node_origin = origin.of(node.meta)
         elif not node.meta.get("is_gradient_acc") and node.meta.get("seq_nr") in origins:
-            known = origins[node.meta["seq_nr"]]
+            node_origin = origins[node.meta["seq_nr"]]
         for cast in node.all_input_nodes if phase == "F" else ():
             if cast in self.casts:
-                self._cast(cast, known, origins)
-        made = self.graph.node_copy(node, lambda n: self.mapped[n])
-        self._rename(made, phase, known.module)
-        _strip_device_index(made)
-        source = f"{user_lines.short(known.file)}:{known.line}" if known.file else None
-        made.meta = {"val": true_value(made, node.meta.get("val")), "seq_nr": node.meta.get("seq_nr")}
-        made.meta[INFO] = NodeInfo(
+                self._cast(cast, node_origin, origins)
+        call = self.graph.node_copy(node, lambda n: self.mapped[n])
+        self._rename(call, phase, node_origin.module)
+        _strip_device_index(call)
+        source = f"{user_lines.short(node_origin.file)}:{node_origin.line}" if node_origin.file else None
+        call.meta = {"val": true_value(call, node.meta.get("val")), "seq_nr": node.meta.get("seq_nr")}
+        call.meta[INFO] = NodeInfo(
             phase,
-            module=known.module,
+            module=node_origin.module,
             source=source,
-            text=user_lines.text(known.file, known.line) if known.file else "",
-            region=known.region,
+            text=user_lines.text(node_origin.file, node_origin.line) if node_origin.file else "",
+            region=node_origin.region,
+            marks=node_origin.marks,
         )
         if node.meta.get("is_gradient_acc"):
-            made.meta["accumulates"] = True
-        self.mapped[node] = made
+            call.meta["accumulates"] = True
+        self.mapped[node] = call
 
     def _cast(self, cast: fx.Node, reader: origin.Origin, origins: dict[int, origin.Origin]) -> None:
         """Cast a parameter once for each module that computes with it: each may be on another worker."""
-        made, key = self.casts[cast], (reader.module, reader.region)
-        if key not in made:
+        by_reader, key = self.casts[cast], (reader.module, reader.region)
+        if key not in by_reader:
             cast.meta["custom"] = {origin.KEY: reader}
             self._call(cast, "F", origins)
-            if not made:
+            if not by_reader:
                 origins[cast.meta.get("seq_nr", -1)] = reader
-            made[key] = self.mapped[cast]
-        self.mapped[cast] = made[key]
+            by_reader[key] = self.mapped[cast]
+        self.mapped[cast] = by_reader[key]
 
     def _cast_others(self, origins: dict[int, origin.Origin]) -> None:
         """Cast those that no forward node reads, but backward or an output does."""
-        for cast in [c for c, made in self.casts.items() if not made and c.users]:
+        for cast in [c for c, by_reader in self.casts.items() if not by_reader and c.users]:
             self._cast(cast, origin.Origin(), origins)
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
@@ -286,31 +289,31 @@ class Reader:
         return node in self.tokens
 
     def _constant(self, node: fx.Node) -> None:
-        found: Any = self.traced.graph_module
+        constant: Any = self.traced.graph_module
         for attribute in str(node.target).split("."):
-            found = getattr(found, attribute)
-        if not isinstance(found, torch.Tensor):
+            constant = getattr(constant, attribute)
+        if not isinstance(constant, torch.Tensor):
             raise CaptureError(
-                f"the step uses {node.target}, a {type(found).__name__} inside the graph (a higher-order operator)",
+                f"the step uses {node.target}, a {type(constant).__name__} inside the graph (a higher-order operator)",
                 hint="torch.cond, scan, flex_attention and similar operators cannot be cut; use plain attention and "
                 "loops",
             )
-        if found.is_meta:
+        if constant.is_meta:
             raise CaptureError(
-                f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
+                f"the step makes a constant of {self._named(constant)}, which has no value (--meta)",
                 hint="reach parameters through the model that loss(model, batch) gets",
             )
         where = _line(next(iter(node.users), node))
         if all(user.meta.get("partitioner_tag") == "is_backward" for user in node.users):
-            within_backward(self.tensors.parameter_in(found), where)
-        self._refuse_view(found, "a tensor from outside the model", where)
+            within_backward(self.tensors.parameter_in(constant), where)
+        self._refuse_view(constant, "a tensor from outside the model", where)
         before = [n for n in self.graph.nodes if n.op == "placeholder"]  # all come before the calls
         with self.graph.inserting_after(before[-1] if before else None):
-            made = self.graph.placeholder(origin.identifier(f"constant_{len(self.constants)}"))
-        made.meta["val"] = node.meta.get("val", found)
-        self.values[made.name] = found.detach()
-        self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
-        self.mapped[node] = made
+            placeholder = self.graph.placeholder(origin.identifier(f"constant_{len(self.constants)}"))
+        placeholder.meta["val"] = node.meta.get("val", constant)
+        self.values[placeholder.name] = constant.detach()
+        self.constants.append(Buffer(placeholder.name, (placeholder.name,), persistent=False, constant=True))
+        self.mapped[node] = placeholder
 
     def _refuse_view(self, tensor: torch.Tensor, name: str, where: str | None) -> None:
         """Refuse a view of a parameter that was made before the step: it would not follow the optimizer."""
@@ -333,28 +336,28 @@ class Reader:
         nodes: list[fx.Node] = []
         batch_start = len(self.tensors.values)
         replaced, first = self.traced.replaced, 0 if self.traced.evaluates else 1  # new values come after the loss
-        for made, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
+        for output_node, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
             kind = type(desc).__name__
-            if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
+            if output_node is None or not isinstance(output_node, fx.Node) or kind in _EFFECTS:
                 continue
             if kind == "PlainAOTOutput" and (place := desc.idx - first) < 0:
                 outputs.append(Output("loss"))
             elif kind == "PlainAOTOutput" and place >= len(replaced):
-                computed = _without_copies(made)
+                computed = _without_copies(output_node)
                 if viewed(computed).op == "call_function":  # not in a weight's memory
-                    made = computed
+                    output_node = computed
                 outputs.append(Output("metric", self.traced.metrics[place - len(replaced)]))
             elif kind == "PlainAOTOutput":
                 row = replaced[place]
                 if row >= self.tensors.registered and not self.mapped[slots[row]].users:
                     continue  # kept for the user to look at (`self.attention = …`): not state
-                made = _without_copies(made)
+                output_node = _without_copies(output_node)
                 outputs.append(Output("buffer", self.mapped[slots[row]].name))
             elif kind == "GradAOTOutput":
                 index = desc.grad_of.idx
                 if index >= self.tensors.parameters:
                     continue  # the step itself asked for the gradient of its batch
-                if value(made).layout != torch.strided:
+                if value(output_node).layout != torch.strided:
                     raise CaptureError(
                         f"the gradient of {self.tensors.names[index][0]} is sparse, which a pipeline cannot send",
                         hint="build the embedding with sparse=False",
@@ -369,16 +372,16 @@ class Reader:
                     self.warnings.append("the step changes its batch in place; the change stays inside the step")
                     continue
                 if index < self.tensors.parameters:
-                    raise changed_in_place(self.tensors.names[index][0], _line(made))
+                    raise changed_in_place(self.tensors.names[index][0], _line(output_node))
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
-                if not self.traced.evaluates and info(self.mapped[made]).region is not None:
+                if not self.traced.evaluates and info(self.mapped[output_node]).region is not None:
                     self.warnings.append(
                         f"buffer {self.tensors.names[index][0]} changes inside a torch.utils.checkpoint region: it is "
                         "updated once a step; eager PyTorch updates it again when it recomputes the region"
                     )
             else:
                 raise CaptureError(f"capture met an output of kind {kind}", hint=origin.version_hint())
-            nodes.append(self.mapped[made])
+            nodes.append(self.mapped[output_node])
         result = self.graph.output(tuple(nodes))
         result.meta["val"] = tuple(value(n) for n in nodes)
         return outputs
@@ -400,8 +403,8 @@ def _is_ours(node: fx.Node) -> bool:
 
 def _line(node: fx.Node) -> str | None:
     """The user's line that computed a node, as text."""
-    known = origin.of(node.meta)
-    return user_lines.place(known.file, known.line) if known.file else None
+    node_origin = origin.of(node.meta)
+    return user_lines.place(node_origin.file, node_origin.line) if node_origin.file else None
 
 
 def _without_copies(node: fx.Node) -> fx.Node:

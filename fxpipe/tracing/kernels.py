@@ -69,6 +69,6 @@ def traced_by(code: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[
     try:
         yield
     finally:
-        for operator, kept in before.items():
-            operator.py_kernels.update(kept)
+        for operator, kernels in before.items():
+            operator.py_kernels.update(kernels)
             dispatch_cache(operator).clear()

@@ -1,8 +1,8 @@
-"""Tensors whose values a step may read while it is traced: tensors of the batch that are constants.
+"""Tensors whose values a step may read while it is traced: constants of the batch, and what is made of numbers.
 
 What a step computes from constants alone is known, too: it is computed with values as well. Numbers, lists, branches
 and shapes that follow from it are fixed at capture; whoever takes a later batch checks that it has equal constants
-(`fxpipe.task.batch`). Small tensors that a step makes of numbers (`torch.tensor([2])`) are known until something
+(`fxpipe.task.batch`). Small tensors that a step makes of numbers (`torch.tensor(x.shape)`) are known until something
 unknown is written into them.
 """
 
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from fxpipe.torch_private import UNKNOWN, FunctionalTensor, disable_current_modes, held_by, memory_of
+from fxpipe.torch_private import UNKNOWN, FunctionalTensor, LightDispatchMode, disable_current_modes, held_by, memory_of
 
 _FACTORIES = {
     torch.arange,
@@ -28,6 +28,7 @@ _FACTORIES = {
     torch.tensor,
     torch.zeros,
 }
+_SHOW = {"__repr__", "__format__", "__array__", "numpy"}  # traced, they would show a tensor without values
 _SMALL = 4096  # elements of a tensor made of numbers that is followed
 
 Traced = Callable[..., Any]
@@ -46,14 +47,11 @@ class KnownValues:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by id of the step's tensor, kept alive so that ids stay unique
 
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A constant with the same values, which the step may read and write."""
-        made: torch.Tensor = _computed(torch.clone, [tensor], {})
-        self._keep(made, made)
-        return made
+        constant: torch.Tensor = _computed(torch.clone, [tensor], {})
+        self._keep(constant, constant)
+        return constant
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced) -> Any:
         """What a torch call returns.
@@ -63,88 +61,122 @@ class KnownValues:
                 between runs of the step instead of these.
         """
         tensors = list(tensors_in((args, kwargs)))
-        if not tensors:
-            made = traced(args, kwargs)
-            if function in _FACTORIES and made.numel() <= _SMALL:
-                self._keep(made, _computed(function, args, kwargs))
-            return made
         if any(id(tensor) not in self._known for tensor in tensors):
             return self._call_mixed(function, args, kwargs, traced)
-        value = _computed(function, self._values(args), self._values(kwargs))
-        if next(tensors_in(value), None) is None:
-            return value
-        made = value
-        wrote = any(tensor is value for tensor in tensors)  # into a constant of the graph, which `_computed` has done
-        if any(self._known[id(tensor)].value is not tensor for tensor in tensors) and not wrote:
-            try:
-                made = _listed(traced(args, kwargs))
-            except UNKNOWN:
-                made = value
-        self._keep(made, value)
-        return iter(made) if function is torch.Tensor.__iter__ else made
+        if not tensors and function not in _FACTORIES:
+            return traced(args, kwargs)
+        result: Any
+        if any(map(self._is_constant, tensors)):
+            value = self._computed(function, args, kwargs)
+            if next(tensors_in(value), None) is None:  # a number, a shape; or t[0] = 1
+                return value if value is not None or self._is_constant(tensors[0]) else traced(args, kwargs)
+            result = value
+            wrote = any(tensor is value for tensor in tensors)  # into a constant, which `_computed` has done
+            if not all(map(self._is_constant, tensors)) and not wrote:
+                with contextlib.suppress(*UNKNOWN):
+                    result = _listed(traced(args, kwargs))
+            self._keep(result, value)
+        else:
+            result = self._call_numbers(function, args, kwargs, traced)
+        return iter(result) if function is torch.Tensor.__iter__ else result
 
     @contextlib.contextmanager
     def lists(self) -> Iterator[None]:
         """Inside, `.tolist()` of a traced tensor is looked up here: torch makes it without a call that modes see."""
         original = FunctionalTensor.tolist
-        known = self._known
+        constants = self._known
 
         def tolist(tensor: FunctionalTensor) -> Any:
-            if id(tensor) in known:
-                return _computed(torch.Tensor.tolist, [known[id(tensor)].value], {})
+            if id(tensor) in constants:
+                return _computed(torch.Tensor.tolist, [constants[id(tensor)].value], {})
             return original(tensor)
 
         with mock.patch.object(FunctionalTensor, "tolist", tolist):
             yield
+
+    def _call_numbers(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced
+    ) -> Any:
+        """A call on what is made of numbers: traced as if nothing were known, and computed as well if it is small."""
+        name = getattr(function, "__name__", "")
+        if name not in _SHOW:
+            try:
+                result = _listed(traced(args, kwargs))
+                if all(tensor.numel() <= _SMALL for tensor in tensors_in(result)):
+                    with contextlib.suppress(Exception):  # it draws random numbers, say: nothing of it is known
+                        self._keep(result, self._computed(function, args, kwargs))
+                        return result
+                for tensor in tensors_in((args, kwargs)):
+                    self._forget(tensor)  # it may be what the call has written into
+                return result
+            except UNKNOWN:
+                if _writes(name):
+                    raise
+        value = self._computed(function, args, kwargs)
+        self._keep(value, value)
+        return value
 
     def _call_mixed(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced
     ) -> Any:
         name = getattr(function, "__name__", "")
         written = [kwargs["out"]] if "out" in kwargs else []
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            written.append(args[0])
+        if _writes(name):
+            written += list(tensors_in((args, kwargs)))[:1]
         for tensor in tensors_in(written):
             self._forget(tensor)
         numbers = self._numbers(args), self._numbers(kwargs)
         before = [(tensor, _held(tensor)) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._known]
         try:
-            made = traced(args, kwargs, numbers)
+            result = traced(args, kwargs, numbers)
             for tensor, held in before:
                 if _held(tensor) is not held:  # written by a call whose name does not say so, such as batch_norm
                     self._forget(tensor)
-            return made
+            return result
         except UNKNOWN:
             if len(list(tensors_in(numbers))) == len(list(tensors_in((args, kwargs)))):
                 raise
         return traced(*numbers)  # a size, an index
 
-    def _keep(self, made: Any, value: Any) -> None:
-        for tensor, known in zip(tensors_in(made), tensors_in(value), strict=True):
-            self._known[id(tensor)] = _Known(tensor, known)
+    def _keep(self, result: Any, value: Any) -> None:
+        for tensor, constant in zip(tensors_in(result), tensors_in(value), strict=True):
+            self._known[id(tensor)] = _Known(tensor, constant)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """Forget the values of a tensor that something unknown is written into, and of those that share its memory."""
         if id(tensor) not in self._known:
             return
         memory = memory_of(self._known[id(tensor)].value)
-        shared = [i for i, known in self._known.items() if memory_of(known.value) == memory]
+        shared = [i for i, constant in self._known.items() if memory_of(constant.value) == memory]
         for i in shared:
             del self._known[i]
 
-    def _values(self, value: Any) -> Any:
-        return mapped(value, lambda tensor: self._known[id(tensor)].value)
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        return self._known[id(tensor)].value is tensor
+
+    def _computed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call returns for the values of its tensors, which are all known."""
+
+        def values(arguments: Any) -> Any:
+            return mapped(arguments, lambda tensor: self._known[id(tensor)].value)
+
+        return _computed(function, values(args), values(kwargs))
 
     def _numbers(self, value: Any) -> Any:
         """With numbers in place of known tensors of no dimension."""
 
         def number(tensor: torch.Tensor) -> Any:
-            known = self._known.get(id(tensor))
-            if known is None or known.value.dim():
+            constant = self._known.get(id(tensor))
+            if constant is None or constant.value.dim():
                 return tensor
-            return _computed(torch.Tensor.item, [known.value], {})
+            return _computed(torch.Tensor.item, [constant.value], {})
 
         return mapped(value, number)
+
+
+def _writes(name: str) -> bool:
+    """Whether a torch function of this name writes into its first tensor."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,8 +184,17 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
     return held_by(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
+class _NoDraws(LightDispatchMode):
+    """Inside, what draws random numbers is an error: no value of it is known."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotImplementedError(func)
+        return func(*args, **(kwargs or {}))
+
+
 def _computed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad(), _NoDraws():
         return _listed(function(*args, **kwargs))
 
 

@@ -88,7 +88,7 @@ def _clocks_ahead(python: PythonState) -> Iterator[None]:
         for called, seconds in ((name, LATER), (f"{name}_ns", int(LATER * 1e9))):
             clock = getattr(time, called)
             changed[clock] = _ahead(clock, seconds)
-    spaces = [vars(time), *(h.module for h in python.holders if isinstance(h, Globals) and h.own)]
+    spaces = [vars(time), *(h.thing for h in python.holders if isinstance(h, Globals) and h.of_user)]
     named = ((space, name, value) for space in spaces for name, value in space.items())
     put = [row for row in named if isinstance(row[2], BuiltinFunctionType) and row[2] in changed]
     try:
@@ -101,8 +101,8 @@ def _clocks_ahead(python: PythonState) -> Iterator[None]:
 
 
 def _ahead(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
-    own = threading.get_ident()
-    return lambda: clock() + seconds if threading.get_ident() == own else clock()
+    thread = threading.get_ident()
+    return lambda: clock() + seconds if threading.get_ident() == thread else clock()
 
 
 def noteworthy(changes: Sequence[Change]) -> list[Change]:
@@ -132,12 +132,12 @@ def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first:
     return python.changes(before)
 
 
-def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
+def _refusal(departure: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
     if not changes:
         return CaptureError(
             "the step's later calls compute something else, and fxpipe does not see why: a clock, a file, state of a "
             "C library or an installed package. A graph would repeat the first call",
-            where=watch.where(found.place),
+            where=watch.where(departure.place),
             hint="read it in train_data() and put it into the batch as a tensor; or keep it in a buffer of the "
             "model that the step changes by torch calls",
             page="python-state",
@@ -146,12 +146,12 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
         return CaptureError(
             f"the step draws random numbers from {listed([c.place for c in changes], 4)}, so its later calls compute "
             "something else: a graph would repeat the first call",
-            where=watch.where(found.place),
+            where=watch.where(departure.place),
             hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and "
             "pass it in the batch",
             page="randomness",
         )
-    stale = {id(tensor) for tensor in found.stale}
+    stale = {id(tensor) for tensor in departure.stale}
     holding = [c for c in changes if _holds(c, stale)] if stale else []
     values = noteworthy(changes)
     names = list(dict.fromkeys(str(change) for change in holding or values or changes))
@@ -169,7 +169,7 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
     return CaptureError(
         f"the step changes {listed(names, 4)}, so its later calls compute something else: a graph would repeat "
         "the first call",
-        where=watch.where(found.place),
+        where=watch.where(departure.place),
         hint=cure,
         page="python-state",
     )
@@ -201,8 +201,8 @@ def _grown(change: Change) -> Any:
     """The list or deque that has changed its size; None if none has."""
     if change.kind != "size":
         return None
-    found = getattr(change.holder, "container", None) if change.key is WHOLE else change.holder.read().get(change.key)
-    return found if isinstance(found, (list, deque)) else None
+    container = change.holder.thing if change.key is WHOLE else change.holder.read().get(change.key)
+    return container if isinstance(container, (list, deque)) else None
 
 
 def _put_ahead(change: Change, target: int) -> None:

@@ -58,6 +58,10 @@ class PythonState:
     Args:
         functions: the step's; the model's own code is always looked into.
         passed: objects to skip.
+
+    Attributes:
+        holders: what holds it.
+        reached: all objects that were met on the way.
     """
 
     def __init__(
@@ -65,12 +69,13 @@ class PythonState:
     ) -> None:
         self._walk = Walk(model, functions, passed)
         self.holders = self._walk.found
+        self.reached = self._walk.seen.values()
 
     def look_again(self) -> Snapshot:
         """Add what the step has made since, and return a snapshot."""
-        known = len(self.holders)
+        count = len(self.holders)
         self._walk.go_on()
-        return [(holder, holder.read()) for holder in self.holders[known:]]
+        return [(holder, holder.read()) for holder in self.holders[count:]]
 
     def snapshot(self) -> Snapshot:
         return [(holder, holder.read()) for holder in self.holders]
@@ -132,7 +137,7 @@ def _changes(holder: Holder, old: Content) -> Iterator[Change]:
 
 def _change(holder: Holder, key: Any, was: Any, now: Any) -> Iterator[Change]:
     """How one value has changed; if another object of its class replaces it, how that one differs."""
-    if _is_plain(was) and _is_plain(now):
+    if is_plain(was) and is_plain(now):
         if not _equal(was, now):
             yield Change(holder, key, "value", was, now)
     elif isinstance(was, _SIZED) and isinstance(now, _SIZED) and len(was) != len(now):
@@ -143,7 +148,7 @@ def _change(holder: Holder, key: Any, was: Any, now: Any) -> Iterator[Change]:
             inner = Attributes(now, holder.call(key))
             for name, value in Attributes(was, "").read().items():
                 current = getattr(now, name, _MISSING)
-                if _is_plain(value) and _is_plain(current) and not _equal(value, current):
+                if is_plain(value) and is_plain(current) and not _equal(value, current):
                     yield Change(inner, name, "value", value, current)
 
 
@@ -152,9 +157,10 @@ def _same(a: Content, b: Content) -> bool:
     return len(a) == len(b) and a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, or a tuple of those: equal ones are the same."""
     if isinstance(value, tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or value is _MISSING or isinstance(value, (numbers.Number, str, bytes, enum.Enum))
 
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,24 +25,38 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.messages import saying
-from fxpipe.torch_private import CHECKPOINT_GENERATOR, UNKNOWN, HigherOrderOperator, is_tensor_view, memory_of, set_data
+from fxpipe.torch_private import (
+    CHECKPOINT_GENERATOR,
+    MARK,
+    UNKNOWN,
+    FakeTensor,
+    HigherOrderOperator,
+    is_tensor_view,
+    made_functional,
+    memory_of,
+    set_data,
+)
 from fxpipe.tracing import unseen
 from fxpipe.tracing.batch_reads import BatchReads
-from fxpipe.tracing.known_values import KnownValues, mapped
+from fxpipe.tracing.known_values import KnownValues, mapped, tensors_in
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.torch_versions import TESTED
-from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
+from fxpipe.user_lines import outwards, place, stacked, user_frame
 
 KEY = "fxpipe_origin"
 
 
 class Origin(NamedTuple):
-    """A node's place in the user's program; `file` is the file name as Python knows it."""
+    """A node's place in the user's program; `file` is the file name as Python knows it.
+
+    `marks`: how many of the step's own marks for cuts come before it: torch's `pipe_split()`.
+    """
 
     module: str = ""
     file: str = ""
     line: int = 0
     region: int | None = None
+    marks: int = 0
 
 
 def of(meta: dict[str, Any]) -> Origin:
@@ -60,6 +74,8 @@ class TracedStep:
         operators: by name of a torch function or operator, the line that last called it.
         higher: the line that last called a higher-order operator.
         failed: the error of the last torch call that raised one, and the function's name.
+        followed: the ids of tensors that hooks of a run reach.
+        met: the lines that first passed them to torch, by id.
         unknown: the error of the last torch call that asked for a value. It fails the trace even if the step caught it,
             because with values the step would take another path.
     """
@@ -71,6 +87,8 @@ class TracedStep:
         self.higher: tuple[str, int] = ("", 0)
         self.failed: tuple[Exception | None, str] = (None, "")
         self.unknown: Exception | None = None
+        self.followed: Container[int] = ()
+        self.met: dict[int, str | None] = {}
 
     def where(self, line: tuple[str, int]) -> str | None:
         return self.lines.get(line)
@@ -84,34 +102,34 @@ class TracedStep:
 def recording(
     model: nn.Module,
     watch: TracedStep,
-    given: Sequence[torch.Tensor],
+    arguments: Sequence[torch.Tensor],
     stand_ins: Mapping[int, torch.Tensor],
-    known: KnownValues,
+    known_values: KnownValues,
     reads: BatchReads,
 ) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or outside it, its origin.
 
     Args:
         watch: one for all calls of a step.
-        given: the tensors that the step is called with.
+        arguments: the tensors that the step is called with.
         stand_ins: by the id of a tensor, the tensor to call torch with instead; for the model's own tensors that an
             object, a closure or functools.partial holds.
-        known: the tensors whose values it may read.
+        known_values: the tensors whose values it may read.
         reads: the numbers and strings of the batch.
 
     Raises:
         CaptureError: the step does something else than at its first call.
     """
-    given, calls = [*given, *stand_ins.values()], watch.calls
-    recorder = _Recorder(watch, given, stand_ins, known, reads)
-    calls.begin(given)
+    arguments, calls = [*arguments, *stand_ins.values()], watch.calls
+    recorder = _Recorder(watch, arguments, stand_ins, known_values, reads)
+    calls.begin(arguments)
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        said = saying(lambda: f"tracing, {recorder.made} calls of torch so far")
-        with said, recorder, recorder.checkpoints(), known.lists(), unseen.refused():
+        progress = saying(lambda: f"tracing, {recorder.made} calls of torch so far")
+        with progress, recorder, recorder.checkpoints(), known_values.lists(), unseen.refused():
             yield
         if watch.unknown is not None:
             raise watch.unknown
@@ -131,21 +149,22 @@ class _Recorder(TorchFunctionMode):
     def __init__(
         self,
         watch: TracedStep,
-        given: Sequence[torch.Tensor],
+        arguments: Sequence[torch.Tensor],
         stand_ins: Mapping[int, torch.Tensor],
-        known: KnownValues,
+        known_values: KnownValues,
         reads: BatchReads,
     ) -> None:
         super().__init__()
         self.watch = watch
-        self.known = known
+        self.known = known_values
         self.reads = reads
         self.stand_ins = stand_ins
-        self.own = {id(tensor) for tensor in stand_ins.values()}
-        self.memories = {memory_of(tensor) for tensor in given}
+        self.stand_in_ids = {id(tensor) for tensor in stand_ins.values()}
+        self.memories = {memory_of(tensor) for tensor in arguments}
         self.paths: list[str] = [""]
         self.regions: list[int] = []
         self.numbers = itertools.count()
+        self.marks = 0
         self.made = 0
         self.place: tuple[str, int] = ("", 0)
 
@@ -162,12 +181,13 @@ class _Recorder(TorchFunctionMode):
             if self.place not in self.watch.lines:
                 self.watch.lines[self.place] = stacked(outwards(frame)) or place(*self.place)
             self.mark()
-        args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
-        traced = functools.partial(self.traced, func)
         name = getattr(func, "__name__", "")
+        if name == MARK:
+            self.marks += 1
+            return None
+        args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
+        traced = functools.partial(self.known.call, func, traced=functools.partial(self.traced, func))
         try:
-            if self.known:
-                traced = functools.partial(self.known.call, func, traced=traced)
             return self.reads.call(func, args, kwargs, traced)
         except Exception as error:
             self.watch.failed = (error, name)
@@ -199,19 +219,24 @@ class _Recorder(TorchFunctionMode):
         self.watch.operators[name] = self.place
         if isinstance(func, HigherOrderOperator):
             self.watch.higher = self.place
-        result = func(*args, **kwargs)
+        result = _fresh(func(*args, **kwargs), args, kwargs)
         self.made += 1
         self.watch.calls.made(call, result, self.place, self.where)
         return result
 
     def replaced(self, value: Any) -> Any:
         """Arguments of a torch call with stand-ins."""
-        return mapped(value, lambda tensor: self.stand_ins.get(id(tensor), tensor))
+        return mapped(value, self.stand_in)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self.watch.followed and id(tensor) not in self.watch.met:
+            self.watch.met[id(tensor)] = self.where()
+        return self.stand_ins.get(id(tensor), tensor)
 
     def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether `tensor.data = value` may be a copy_: into an untrained tensor of the model, of a new value."""
         return (
-            id(tensor) in self.own
+            id(tensor) in self.stand_in_ids
             and not tensor.requires_grad
             and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
             and not is_tensor_view(value)
@@ -249,7 +274,7 @@ class _Recorder(TorchFunctionMode):
 
     def mark(self) -> None:
         region = self.regions[0] if self.regions else None  # the outermost region: nested ones are recomputed with it
-        fx_traceback.current_meta["custom"] = {KEY: Origin(self.paths[-1], *self.place, region)}
+        fx_traceback.current_meta["custom"] = {KEY: Origin(self.paths[-1], *self.place, region, self.marks)}
 
     def enter(self, path: str) -> Callable[..., None]:
         def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -300,6 +325,24 @@ class _Recorder(TorchFunctionMode):
             yield
 
 
+def _fresh(result: Any, args: Any, kwargs: Any) -> Any:
+    """What a call returns, where new tensors made only of tensors from elsewhere are the step's own, which may change.
+
+    What shares memory with one from elsewhere stays as it is: a change of it would be lost.
+    """
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not FakeTensor or tensor.requires_grad or is_tensor_view(tensor):
+            return tensor
+        for argument in tensors_in((args, kwargs)):
+            seen = argument if isinstance(argument, FakeTensor) else tensor.fake_mode.from_tensor(argument)
+            if memory_of(seen) == memory_of(tensor):
+                return tensor
+        return made_functional(tensor)
+
+    return mapped(result, own)
+
+
 def version_hint() -> str:
     """The hint for errors that may come from changed tracing internals of torch."""
     return f"fxpipe is tested with torch {', '.join(TESTED)}; this is torch {torch.__version__}"
@@ -307,5 +350,5 @@ def version_hint() -> str:
 
 def identifier(name: str) -> str:
     """A Python name for a dotted path: `blocks.3.ln` becomes `blocks_3_ln`."""
-    made = re.sub(r"\W+", "_", name).strip("_")
-    return made if made and not made[0].isdigit() else f"_{made}"
+    name = re.sub(r"\W+", "_", name).strip("_")
+    return name if name and not name[0].isdigit() else f"_{name}"

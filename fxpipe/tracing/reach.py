@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.tracing import holders, user_lines
+from fxpipe import user_lines
+from fxpipe.tracing import holders
 from fxpipe.tracing.holders import Holder
 
 MOST = 10_000
@@ -58,27 +59,35 @@ _SPACES = (
     type(os.environ),
 )
 
+_LOADERS = ("torch.utils.data", "torch.optim")
+
 
 class Walk:
-    """Walks from a step's functions and model to all holders of state that it can read or write.
+    """Walks from functions, and a model, to all holders of state that they can read or write.
 
     Args:
-        roots: functions of the step.
+        model: None for functions alone.
+        roots: the functions of a step, or of a run's hooks.
         passed: objects to skip.
+        loaders: look into torch's loaders, optimizers and schedulers, too: a hook reaches data through them.
 
     Attributes:
         found: the holders so far; the model's modules and their containers come first.
+        seen: by id, all objects met.
     """
 
-    def __init__(self, model: nn.Module, roots: Iterable[Any], passed: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, model: nn.Module | None, roots: Iterable[Any], passed: Iterable[Any] = (), loaders: bool = False
+    ) -> None:
+        self._loaders = loaders
         self.found: list[Holder] = []
-        self.seen = {id(each): each for each in passed}  # the objects, kept alive so that ids stay unique
+        self.seen = {id(thing): thing for thing in passed}  # the objects, kept alive so that ids stay unique
         self.queue: deque[tuple[Any, str]] = deque()
         self.names: dict[int, holders.Globals] = {}  # by module
         self.draws(random.random, "random")
         if "numpy" in sys.modules:
             self.draws(sys.modules["numpy"].random.rand, "numpy.random")
-        paths = dict(model.named_modules())
+        paths = {} if model is None else dict(model.named_modules())
         for path, module in paths.items():
             self.seen[id(module)] = module
             self.found.append(holders.Attributes(module, path))
@@ -88,6 +97,7 @@ class Walk:
             self.meet(type(module), type(module).__name__)
         self.run(sys.maxsize, only=(tuple, *holders.CONTAINERS))
         for root in roots:
+            self.seen.setdefault(id(root), root)
             self.queue.appendleft((root, getattr(root, "__name__", type(root).__name__)))
         self.run(MOST)
 
@@ -150,8 +160,8 @@ class Walk:
         elif kind in _WRAPPERS:
             for part in _WRAPPERS[kind]:
                 self.meet(getattr(value, part), name)
-            for keyword, given in getattr(value, "keywords", {}).items():
-                self.meet(given, keyword)
+            for keyword, argument in getattr(value, "keywords", {}).items():
+                self.meet(argument, keyword)
             if kind is functools._lru_cache_wrapper:
                 self.hold(holders.Memory(value, name))
         elif isinstance(value, type):
@@ -168,7 +178,7 @@ class Walk:
             self.hold(holders.Advancing(value, name))
         elif isinstance(value, weakref.ref):
             self.meet(value(), name)
-        elif has_state(value):
+        elif has_state(value) or (self._loaders and kind.__module__.startswith(_LOADERS)):
             self.hold(holders.Attributes(value, name))
             self.meet(kind, kind.__name__)
 
@@ -180,7 +190,7 @@ class Walk:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.seen:
                 self.seen[id(cell)] = cell
-                self.hold(holders.Cell(cell, variable))
+                self.hold(holders.Cell(cell, variable, function))
         if not user_lines.is_own(function.__code__.co_filename):
             return
         code, defaults = function.__code__, function.__defaults__ or ()
@@ -195,21 +205,23 @@ class Walk:
         """Note that a function mentions these names, of its own module or of a module that one of them is."""
         spaces: list[tuple[dict[str, Any], str, bool]] = [(module, "", True)]
         met = {id(module)}
-        for space, prefix, own in spaces:
+        for space, prefix, of_user in spaces:
             if id(space) not in self.names:
-                self.names[id(space)] = holders.Globals(space, prefix, own)
+                self.names[id(space)] = holders.Globals(space, prefix, of_user)
                 self.found.append(self.names[id(space)])
-            known = self.names[id(space)]
-            new = names - known.names
-            known.names |= new
-            for name, value in sorted(known.of(new).items()):
-                self.meet(value, known.call(name))
+            holder = self.names[id(space)]
+            new = names - holder.names
+            holder.names |= new
+            for name, value in sorted(holder.of(new).items()):
+                self.meet(value, holder.call(name))
             for name in sorted(names & space.keys()):
                 inner = space[name]
                 if isinstance(inner, types.ModuleType) and id(inner.__dict__) not in met:
                     met.add(id(inner.__dict__))
                     file = getattr(inner, "__file__", None)
-                    spaces.append((inner.__dict__, f"{prefix}{name}.", user_lines.is_own(file)))
+                    # torch.ops says that its file is 'torch.ops'
+                    of_user = user_lines.is_own(file) and os.path.isabs(str(file))
+                    spaces.append((inner.__dict__, f"{prefix}{name}.", of_user))
 
     def cls(self, cls: type) -> None:
         for base in cls.__mro__:

@@ -52,12 +52,12 @@ class Layer(torch.autograd.Function):
     """The operator of a layer, differentiated by its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, kind: str, biases: bool, states: int, input: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        hidden, weights = list(given[:states]), list(given[states:])
+    def forward(ctx: Any, kind: str, biases: bool, states: int, input: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        hidden, weights = list(tensors[:states]), list(tensors[states:])
         results = recurrent_layer(kind, input, hidden, weights, biases)
-        kept = results if has_kernel(kind, input, hidden) else []
-        ctx.save_for_backward(input, *given, *kept)
-        ctx.kind, ctx.biases, ctx.counts = kind, biases, (1, states, len(weights), len(kept))
+        saved = results if has_kernel(kind, input, hidden) else []
+        ctx.save_for_backward(input, *tensors, *saved)
+        ctx.kind, ctx.biases, ctx.counts = kind, biases, (1, states, len(weights), len(saved))
         ctx.set_materialize_grads(False)
         return tuple(results[: 1 + states])
 
@@ -66,14 +66,14 @@ class Layer(torch.autograd.Function):
         values = iter(ctx.saved_tensors)
         (input,), hidden, weights, results = ([next(values) for _ in range(count)] for count in ctx.counts)
         if torch.is_grad_enabled():  # its gradients are differentiated again, which only the steps' can be
-            made = by_steps(ctx.kind, input, hidden, weights, ctx.biases)
-            of, known = used(made, gradients)
+            outputs = by_steps(ctx.kind, input, hidden, weights, ctx.biases)
+            of, known_gradients = used(outputs, gradients)
             leaves = [input, *hidden, *weights]
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(of, trained, known, create_graph=True, allow_unused=True))
-            return None, None, None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
-        given = (ctx.kind, input, hidden, weights, ctx.biases)
-        return None, None, None, *recurrent_layer_backward(list(gradients), results, *given)
+            computed = iter(torch.autograd.grad(of, trained, known_gradients, create_graph=True, allow_unused=True))
+            return None, None, None, *(next(computed) if leaf.requires_grad else None for leaf in leaves)
+        layer_call = (ctx.kind, input, hidden, weights, ctx.biases)
+        return None, None, None, *recurrent_layer_backward(list(gradients), results, *layer_call)
 
 
 def by_steps(
@@ -82,10 +82,10 @@ def by_steps(
     """The output and the last states of one layer, in torch's operators for each step; inside `trainable`."""
     operator = getattr(torch.ops.aten, kind).input
     states = hidden if kind == "lstm" else hidden[0]
-    made: tuple[Tensor, ...] = torch_decompositions[operator](
+    results: tuple[Tensor, ...] = torch_decompositions[operator](
         input, states, weights, biases, 1, 0.0, True, len(hidden[0]) == 2, False
     )
-    return made
+    return results
 
 
 def _by_layers(kind: str, stepwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +110,12 @@ def _by_layers(kind: str, stepwise: Callable[..., Any]) -> Callable[..., Any]:
                 return stepwise(input, first, weights, biases, layers, dropout, train, bidirectional, batch_first)
             input, hidden, weights = input.to(dtype), [h.to(dtype) for h in hidden], [w.to(dtype) for w in weights]
         value = input.transpose(0, 1) if batch_first else input
-        both, each = 2 if bidirectional else 1, len(weights) // layers
+        both, count = 2 if bidirectional else 1, len(weights) // layers
         last = []
         for layer in range(layers):
             states = hidden if layers == 1 else [h[layer * both : (layer + 1) * both] for h in hidden]
-            own = weights[layer * each : (layer + 1) * each]
-            value, *ended = Layer.apply(kind, biases, len(states), value, *states, *own)
+            layer_weights = weights[layer * count : (layer + 1) * count]
+            value, *ended = Layer.apply(kind, biases, len(states), value, *states, *layer_weights)
             last.append(ended)
             if dropout and train and layer < layers - 1:
                 value = torch.dropout(value, dropout, train=True)
@@ -126,10 +126,10 @@ def _by_layers(kind: str, stepwise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_layer_lstm(
-    input: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **options: Any
+    input: torch.Tensor, hidden: Sequence[torch.Tensor], *arguments: Any, **options: Any
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """torch's function, with last states of the shapes of the first ones."""
-    value, last = decompositions.one_layer_lstm(input, hidden, *rest, **options)
+    value, last = decompositions.one_layer_lstm(input, hidden, *arguments, **options)
     pairs = zip(last, hidden, strict=True)
     return value, tuple(new if new.dim() == old.dim() else new.squeeze(0) for new, old in pairs)
 

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe import user_lines
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import unusual
 from fxpipe.torch_private import NormBase
-from fxpipe.tracing import autograd_graph, origin, user_lines
+from fxpipe.tracing import autograd_graph, origin
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.step_calls import is_outside
 from fxpipe.tracing.step_metrics import check_metric
 
-_USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__")
 """Calls that turn a tensor into a number; a branch calls bool(), for which torch calls the first."""
 
@@ -139,7 +139,7 @@ CAUSES = (
     ),
     NUMPY,
     Refusal(
-        "the backward of the step fails, in eager PyTorch as well: a tensor whose value it needs was changed in place",
+        "the backward of the traced step fails: a tensor whose value it needs was changed in place",
         "compute a new tensor instead: y = y * 2 for y.mul_(2) or y *= 2",
         pattern=r"modified by an inplace operation",
     ),
@@ -198,35 +198,34 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
     operator = operators.lacking(error, watch)
     if operator is not None:
         return operator
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     where = user_lines.user_traceback(error)
-    cause = _cause(error, said, watch.raised_by(error))
+    cause = _cause(error, message, watch.raised_by(error))
     if cause is HIGHER:
         where = where or watch.where(watch.higher)
+    if (changing := re.search(r"target=torch\.ops\.aten\.(\w+)\.", message)) is not None:
+        where = where or watch.where(watch.operators.get(changing[1], ("", 0)))
     if cause is not None:
         cure = cause.cure
         if cause in (BRANCH, NUMBER, SHAPE) and user_lines.is_library(where):
             cure = f"that line is in a library: look for an option that avoids it; in your own code, {cure}"
         return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
-    first = said.strip().splitlines()[0][:300]
-    if isinstance(error, _USER_ERRORS):
-        hint = "run loss(model(), batch) alone, with a batch of train_data(): it should raise the same"
-        return CaptureError(f"the step raised {first}", where=where, hint=hint)
+    first = message.strip().splitlines()[0][:300]
+    raised = isinstance(error, (AttributeError, KeyError, IndexError, NameError, TypeError))
     return CaptureError(
-        f"tracing the step failed: {first}",
+        f"the step raised {first}" if raised else f"tracing the step failed: {first}",
         where=where,
-        hint="if the step fails in eager mode too, fix that first; if not, fxpipe cannot capture it yet ("
-        + origin.version_hint()
-        + ")",
+        hint="run loss(model(), batch) alone, with a batch of train_data(): if it raises the same, fix that first; if "
+        f"not, fxpipe cannot capture it yet ({origin.version_hint()})",
     )
 
 
-def _cause(error: Exception, said: str, call: str) -> Refusal | None:
+def _cause(error: Exception, message: str, call: str) -> Refusal | None:
     """The refusal for an error's text, the torch function that raised it, and the frames it came through."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     codes = [frame.f_code for frame in frames]
-    if "DynamicOutputShape" in said:
-        return CTC if "_ctc_loss" in said else SHAPE
+    if "DynamicOutputShape" in message:
+        return CTC if "_ctc_loss" in message else SHAPE
     if any(code.co_name == "_detect_is_causal_mask" for code in codes):
         return CAUSAL
     if any(code.co_name == "gaussian_nll_loss" for code in codes):
@@ -235,16 +234,16 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
         return NESTED
     if any(map(_counts_steps, frames)):
         return AVERAGE
-    if "__format__" in said or (call == "tensor" and "not allocated" in said):  # torch.tensor([x[0], x[1]])
+    if "__format__" in message or (call == "tensor" and "not allocated" in message):  # torch.tensor([x[0], x[1]])
         return NUMBER
     if call in ("numpy", "__array__"):
         return NUMPY
     if any("_higher_order_ops" in c.co_filename.split(os.sep) or "flex_attention" in c.co_filename for c in codes):
         return HIGHER
-    if re.search(DATA_DEPENDENT, said):
+    if re.search(DATA_DEPENDENT, message):
         branches = call not in _NUMBERS or any(code.co_name == "__bool__" for code in codes)
         return BRANCH if branches else NUMBER
-    return next((cause for cause in CAUSES if re.search(cause.pattern, said)), None)
+    return next((cause for cause in CAUSES if re.search(cause.pattern, message)), None)
 
 
 def _counts_steps(frame: FrameType) -> bool:

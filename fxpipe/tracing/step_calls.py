@@ -32,7 +32,7 @@ from fxpipe.torch_private import (
     is_functional_tensor,
     is_functorch_wrapped_tensor,
 )
-from fxpipe.tracing.user_lines import is_within_users
+from fxpipe.user_lines import is_within_users
 
 Place = tuple[str, int]
 Call = tuple[str, Any, Any]
@@ -114,18 +114,18 @@ class StepCalls:
         convert = converter.from_real_tensor
 
         def marked(mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
-            made: FakeTensor = convert(mode, tensor, *args, **kwargs)
-            setattr(made, _MARK, (0, ("constant", checksum(tensor))))
-            return made
+            fake: FakeTensor = convert(mode, tensor, *args, **kwargs)
+            setattr(fake, _MARK, (0, ("constant", checksum(tensor))))
+            return fake
 
         converter.from_real_tensor = marked
 
-    def begin(self, given: Sequence[torch.Tensor]) -> None:
+    def begin(self, arguments: Sequence[torch.Tensor]) -> None:
         """The step is being called, with tensors that are the same at every call."""
         self.runs += 1
         self._run = next(_RUNS)
         self._calls, self._stale, self._backward, self.departs = [], {}, sys.maxsize, None
-        self._known = {id(tensor): i for i, tensor in enumerate(given)}
+        self._known = {id(tensor): i for i, tensor in enumerate(arguments)}
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
         """The token of a torch call that is about to be made.
@@ -341,8 +341,8 @@ def _traced(result: Any) -> Iterator[torch.Tensor]:
 
 def _of_numpy(value: Any) -> Any:
     if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
-        found = value.item()
-        return found if found == found else "nan"
+        number = value.item()
+        return number if number == number else "nan"
     if hasattr(value, "flat"):
         return (str(value.dtype), tuple(value.shape), hex(zlib.crc32(repr(value.flat[:1024].tolist()).encode())))
     return type(value).__qualname__

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.errors import CaptureError
 from fxpipe.torch_private import disable_current_modes
-from fxpipe.tracing.user_lines import outwards, stacked
+from fxpipe.user_lines import outwards, stacked
 
 _SEEDING = ("manual_seed", "seed", "initial_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 _SEEDING_CUDA = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
@@ -29,25 +30,59 @@ Refuse = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 def refused() -> Iterator[None]:
     """Inside, torch.manual_seed and its like, a GradScaler's calls, and hooks for saved tensors are errors.
 
+    Other threads of the user's may call them, and draw random numbers.
+
     Raises:
         CaptureError: from the call; or at the end, if a generator was seeded in another way.
     """
-    generator = torch.default_generator
-    state = _state(generator)
+    generator, thread = torch.default_generator, _TracingThread()
+    state, seed = _state(generator), generator.initial_seed()
     rows: tuple[tuple[Refuse, Sequence[str], Sequence[Any]], ...] = (
         (_seeding("torch"), _SEEDING, (torch, torch.random)),
         (_seeding("torch.cuda"), _SEEDING_CUDA, (torch.cuda, torch.cuda.random)),
         (_scaling, _SCALING, (torch.amp.GradScaler,)),
         (_packing, ("__enter__",), (saved_tensors_hooks,)),
-        (_standing_in, ("default_generator",), (torch, torch.random)),
     )
     with contextlib.ExitStack() as stack:
         for refusing, names, owners in rows:
             for owner, name in itertools.product(owners, names):
-                stack.enter_context(mock.patch.object(owner, name, refusing(name, getattr(owner, name))))
+                before = getattr(owner, name)
+                stack.enter_context(mock.patch.object(owner, name, thread.only(before, refusing(name, before))))
+        for owner in (torch, torch.random):
+            stack.enter_context(mock.patch.object(owner, "default_generator", _standing_in(generator, thread)))
         yield
-    if _state(generator) != state:  # what the step draws while it is traced does not change it
+    if (now := _state(generator)) == state or thread.others_called:  # what is drawn while tracing does not change it
+        return
+    alone = not any(map(thread.is_other, threading.enumerate()))
+    if alone or generator.initial_seed() != seed or now == _state(torch.Generator().manual_seed(seed)):
         _seed("a method of torch.default_generator")
+
+
+class _TracingThread:
+    """The thread that traces.
+
+    Attributes:
+        others_called: another thread has called what is refused here.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self.others_called = threading.current_thread(), False
+
+    def is_other(self, thread: threading.Thread) -> bool:
+        """Whether a thread is the user's own; threads that Python has not made are autograd's, and run the step."""
+        return thread is not self._thread and not isinstance(thread, threading._DummyThread)
+
+    def only(self, before: Callable[..., Any], here: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is `here` for this thread, and as before for others."""
+
+        @functools.wraps(before)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_other(threading.current_thread()):
+                return here(*args, **kwargs)
+            self.others_called = True
+            return before(*args, **kwargs)
+
+        return call
 
 
 def _state(generator: torch.Generator) -> bytes:
@@ -68,10 +103,11 @@ def _seeding(owner: str) -> Refuse:
     return lambda name, _: functools.partial(_seed, f"{owner}.{name}")
 
 
-def _standing_in(name: str, _: Any) -> Any:
+def _standing_in(generator: torch.Generator, thread: _TracingThread) -> torch.Generator:
     """In the place of torch's own generator: what a step calls of it is not a torch call."""
-    methods = {method: functools.partial(_seed, f"torch.{name}.{method}") for method in _OF_GENERATOR}
-    return type("Generator", (torch.Generator,), methods)()
+    refused = {method: functools.partial(_seed, f"torch.default_generator.{method}") for method in _OF_GENERATOR}
+    methods = {name: staticmethod(thread.only(getattr(generator, name), refuse)) for name, refuse in refused.items()}
+    return type("Generator", (torch.Generator,), {**methods, "get_state": staticmethod(generator.get_state)})()
 
 
 def _refusing(
@@ -80,9 +116,9 @@ def _refusing(
     """Refuses a method of all objects but those that pass."""
 
     def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if passes(own):
-                return function(own, *args, **kwargs)
+        def refuse(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            if passes(instance):
+                return function(instance, *args, **kwargs)
             where = stacked(outwards(sys._getframe(1)))
             raise CaptureError(text.format(name), where=where, hint=cure, page="backward")
 

@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 from torch.distributions import Distribution
 
+from fxpipe import user_lines
 from fxpipe.torch_private import CHECK_TENSOR, validates_args
-from fxpipe.tracing import user_lines
 
 
 @contextlib.contextmanager

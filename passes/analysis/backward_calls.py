@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxpipe.passes.analysis.whole_call import WholeCall, changed_numbers, computes_nothing, whole_call
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import Program, info
+from fxpipe.passes.analysis.whole_call import WholeCall, changed_numbers, computes_nothing, whole_call
 
 
 class BackwardCalls:

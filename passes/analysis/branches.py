@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from fxpipe.passes.analysis.sources import Sources
 from torch import fx
 
 from fxpipe.costs.analytic import analytic_seconds
 from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import Program
+from fxpipe.passes.analysis.sources import Sources
 from fxpipe.planner.device import CPU
 
 LEAST = 1 / 16
@@ -71,5 +71,5 @@ def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sourc
 
 def _branches(nodes: Iterable[fx.Node], branch_of: Mapping[fx.Node, _Branch]) -> list[_Branch]:
     """The branches of these calls, in the order in which they begin."""
-    found = {id(branch_of[n]): branch_of[n] for n in nodes if n in branch_of}
-    return sorted(found.values(), key=lambda b: b.first)
+    branches = {id(branch_of[n]): branch_of[n] for n in nodes if n in branch_of}
+    return sorted(branches.values(), key=lambda b: b.first)

@@ -115,9 +115,9 @@ class KeepOrRepeat:
 
     def keeping(self, repeated: frozenset[int]) -> Keeping:
         """The cost of a choice that computes these items again, and keeps the others that are needed."""
-        wanted = {u for v in repeated for u in self.items[v].inputs}
-        wanted.update(v for v, item in enumerate(self.items) if item.needed)
-        kept = frozenset(wanted - repeated)
+        needed = {u for v in repeated for u in self.items[v].inputs}
+        needed.update(v for v, item in enumerate(self.items) if item.needed)
+        kept = frozenset(needed - repeated)
         return Keeping(
             repeated,
             kept,
@@ -131,21 +131,21 @@ class KeepOrRepeat:
         They are on the lower convex hull of seconds against bytes; if it has more than `most` points, those that leave
         the smallest gaps between them.
         """
-        found = [self.at(0.0), self.at(LEAST)]
-        if found[1].bytes >= found[0].bytes:
-            return found[:1]
+        choices = [self.at(0.0), self.at(LEAST)]
+        if choices[1].bytes >= choices[0].bytes:
+            return choices[:1]
         open_ = [0]  # the gaps that may have a point inside, by their start
-        while open_ and len(found) < most:
-            i = max(open_, key=lambda i: found[i].bytes - found[i + 1].bytes)
-            first, last = found[i], found[i + 1]
+        while open_ and len(choices) < most:
+            i = max(open_, key=lambda i: choices[i].bytes - choices[i + 1].bytes)
+            first, last = choices[i], choices[i + 1]
             price = (last.seconds - first.seconds) / self._seconds * self._bytes / (first.bytes - last.bytes)
             inner = self.at(price)
             is_new = first.bytes > inner.bytes > last.bytes and first.seconds <= inner.seconds < last.seconds
             open_.remove(i)
             if is_new:
-                found.insert(i + 1, inner)
+                choices.insert(i + 1, inner)
                 open_ = [*(j + (j > i) for j in open_), i, i + 1]
-        return found
+        return choices
 
 
 def _capacity(size: float) -> int:

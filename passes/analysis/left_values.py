@@ -34,7 +34,7 @@ def left_values(program: Program) -> list[LeftValues]:
     Views of one value count once, as does the batch. Forward does not leave what only backward receives.
     """
     assert program.cuts is not None
-    found = []
+    left = []
     calls: list[list[fx.Node]] = [[] for _ in range(program.cuts.workers)]
     for node in program:
         calls[info(node).worker or 0].append(node)
@@ -45,7 +45,7 @@ def left_values(program: Program) -> list[LeftValues]:
         there = _held_by_forward(program, mine, worker)
         saved = {memory for memory in _read(later) if memory in there}
         deferred = {m for m in _read(weights) if m in there or (m.op == "call_function" and info(m).phase == "B")}
-        found.append(
+        left.append(
             LeftValues(
                 _size(saved),
                 _size(deferred),
@@ -53,7 +53,7 @@ def left_values(program: Program) -> list[LeftValues]:
                 sum(info(node).seconds or 0.0 for node in later),
             )
         )
-    return found
+    return left
 
 
 def memory_of(node: fx.Node) -> fx.Node:
@@ -71,15 +71,15 @@ def memory_of(node: fx.Node) -> fx.Node:
 def _held_by_forward(program: Program, mine: Iterable[fx.Node], worker: int) -> set[fx.Node]:
     """What is in memory when a worker's forward ends: what it made, or read from other workers or the batch."""
     placed = {b.node for b in program.batch if b.node} | set(program.updates())
-    found: set[fx.Node] = set()
+    held: set[fx.Node] = set()
     for node in mine:
         if info(node).phase != "F":
             continue
-        found.add(node)
-        found.update(n for n in node.all_input_nodes if n.op == "call_function" or n.name in placed)
+        held.add(node)
+        held.update(n for n in node.all_input_nodes if n.op == "call_function" or n.name in placed)
     if worker == 0:
-        found.update(n for name, n in program.placeholders.items() if name in placed)
-    return found
+        held.update(n for name, n in program.placeholders.items() if name in placed)
+    return held
 
 
 def _read(calls: Iterable[fx.Node]) -> Iterator[fx.Node]:

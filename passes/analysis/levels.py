@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from torch import fx
+
+from fxpipe.ir.program import AGAIN, Again, Program, info, size_of, value
 from fxpipe.passes.analysis.left_values import copies_held, memory_of
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.recompute import STEPS, Choices
 from fxpipe.passes.rematerialize import Rematerialize
-from torch import fx
-
-from fxpipe.ir.program import AGAIN, Again, Program, info, size_of, value
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import SavingLevel
 
@@ -34,20 +34,20 @@ def levels_of_units(program: Program) -> list[tuple[SavingLevel, ...]]:
     sources = sources_of(program)
     anywhere = frozenset(n.name for n in sources.cheap | sources.fixed)
     seconds = _seconds(plain, count)
-    found = []
+    levels = []
     for step in range(1, choices.last // STEPS + 1):
         names = choices.names(step * STEPS)
         again = Rematerialize()(replace(placed, again=(Again(tuple(names)),)))
-        found.append(_level(again, names, anywhere, seconds))
-    return list(zip(*found, strict=True)) if found else [()] * count
+        levels.append(_level(again, names, anywhere, seconds))
+    return list(zip(*levels, strict=True)) if levels else [()] * count
 
 
 def _seconds(program: Program, count: int) -> list[float]:
     """The seconds of backward, by unit."""
-    found = [0.0] * count
+    seconds = [0.0] * count
     for node in _backward(program):
-        found[info(node).unit] += info(node).seconds or 0.0
-    return found
+        seconds[info(node).unit] += info(node).seconds or 0.0
+    return seconds
 
 
 def _backward(program: Program) -> Iterable[fx.Node]:
@@ -65,24 +65,24 @@ def _level(
         anywhere: what is neither saved nor sent: masks, casts of weights.
         seconds: of backward, by unit, if nothing is computed again.
     """
-    saved, made, deferred, alive = ([0.0] * len(seconds) for _ in range(4))
+    saved, repeated, deferred, alive = ([0.0] * len(seconds) for _ in range(4))
     inputs = {b.node for b in program.batch if b.node}
     readers: dict[fx.Node, list[fx.Node]] = {}  # of a value or its views
     for node in _backward(program):
         for source in node.all_input_nodes:
             readers.setdefault(memory_of(source), []).append(node)
-    for memory, found in readers.items():
+    for memory, nodes in readers.items():
         size = size_of(value(memory))
         if memory.op == "placeholder":
             is_saved = memory.name in inputs
         else:
             is_saved = info(memory).phase == "F" and memory.name not in anywhere
         if is_saved:
-            saved[max(info(n).unit for n in found)] += size
+            saved[max(info(n).unit for n in nodes)] += size
         elif memory.meta.get(AGAIN) in names:
-            own = [n for n in found if n.meta.get(AGAIN) not in names]
-            made[info(memory).unit] += size if own else 0.0
-            deferred[info(memory).unit] += size if any(info(n).weight for n in own) else 0.0
+            outside = [n for n in nodes if n.meta.get(AGAIN) not in names]
+            repeated[info(memory).unit] += size if outside else 0.0
+            deferred[info(memory).unit] += size if any(info(n).weight for n in outside) else 0.0
     most = 0  # of what was computed again, for the next call that is not a copy
     for node, held in copies_held(list(_backward(program)), names):
         most = max(most, held)
@@ -91,4 +91,4 @@ def _level(
             most = 0
     now = _seconds(program, len(seconds))
     again = [1e3 * max(after - before, 0.0) for after, before in zip(now, seconds, strict=True)]
-    return [SavingLevel(*row) for row in zip(saved, again, made, alive, deferred, strict=True)]
+    return [SavingLevel(*row) for row in zip(saved, again, repeated, alive, deferred, strict=True)]

@@ -49,13 +49,13 @@ _Held = _Storage | list[Any]
 def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
     """The memory of each function of a stage, for one microbatch, in the order in which they run."""
     passed: dict[str, _Held] = {}
-    made = []
+    memories = []
     for phase, part in stage.parts.items():
         unreceived = _CodeWalk(part, passed, unreceived=True).peak if passed else 0
         walk = _CodeWalk(part, passed)
-        made.append(walk.memory(phase, max(unreceived, walk.peak)))
+        memories.append(walk.memory(phase, max(unreceived, walk.peak)))
         passed = walk.left
-    return tuple(made)
+    return tuple(memories)
 
 
 class _CodeWalk:
@@ -71,7 +71,8 @@ class _CodeWalk:
         self._names: Counter[_Storage] = Counter()  # how many values share it, and whether it is being sent
         self._sent: dict[_Storage, None] = {}
         self._dying = part.last_uses()
-        self.now = self.peak = 0
+        self.now = self.peak = self.inside = self._results = 0
+        self._arguments: frozenset[_Storage] = frozenset()
         self._take(passed, unreceived)
         self._batch = 0 if part.passed else self.now
         self._taken = self.now - self._batch
@@ -79,6 +80,7 @@ class _CodeWalk:
         for node in receives:  # receives are posted before the action
             self._hold(node, _new(value(node)))
         self._received = self.now - self._taken - self._batch
+        self._arguments, self.inside, self._results = frozenset(self._names), 0, 0
         for node in part.graph.nodes:
             if node.op == "call_function":
                 self._call(node)
@@ -97,18 +99,20 @@ class _CodeWalk:
             peak=self.peak,
             peak_unreceived=unreceived,
             batch=self._batch,
+            inside=self.inside,
+            results=self._results,
         )
 
     def _take(self, passed: Mapping[str, _Held], unreceived: bool) -> None:
         spec = self.part.spec
         holders = [node for node in self.part.graph.nodes if node.op == "placeholder"]
-        worker, rest = len(spec.weights) + len(spec.buffers), len(holders) - len(self.part.passed)
+        worker, passed_at = len(spec.weights) + len(spec.buffers), len(holders) - len(self.part.passed)
         for node in holders[:worker]:
             self._hold(node, _Storage(0, own=False))
-        for node in holders[worker:rest]:  # of the batch: the caller holds them, too
+        for node in holders[worker:passed_at]:  # of the batch: the caller holds them, too
             self._hold(node, _new(value(node)))
             self._hold(node, self._held[node])
-        for node in holders[rest:]:
+        for node in holders[passed_at:]:
             self._hold(node, passed[node.name])
             for storage in _storages(passed[node.name]):
                 if unreceived and storage.sent:
@@ -149,8 +153,8 @@ class _CodeWalk:
     def _shown(self, shown: Any, source: fx.Node | None) -> _Held:
         if not isinstance(shown, Tensor):
             return []
-        found = None if source is None else next(_storages(self._held[source]), None)
-        return _new(shown) if found is None else found
+        storage = None if source is None else next(_storages(self._held[source]), None)
+        return _new(shown) if storage is None else storage
 
     def _hold(self, node: fx.Node, held: _Held) -> None:
         self._held[node] = held
@@ -159,15 +163,21 @@ class _CodeWalk:
 
     def _keep(self, storage: _Storage) -> None:
         if not self._names[storage] and storage.own:
-            self.now += storage.bytes
+            self._count(storage, storage.bytes)
         self._names[storage] += 1
-        self.peak = max(self.peak, self.now)
 
     def _drop(self, held: _Held) -> None:
         for storage in _storages(held):
             self._names[storage] -= 1
             if not self._names[storage] and storage.own:
-                self.now -= storage.bytes
+                self._count(storage, -storage.bytes)
+
+    def _count(self, storage: _Storage, change: int) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
+        if storage not in self._arguments:
+            self._results += change
+            self.inside = max(self.inside, self._results)
 
     def _passed_on(self) -> dict[str, _Held]:
         """What the function leaves for the next one, by name."""
@@ -188,7 +198,7 @@ def _new(shown: Any, whole: bool = False) -> Any:
         whole: without gaps, for any layout of the value.
     """
     if isinstance(shown, (tuple, list)):
-        return [_new(each) for each in shown]
+        return [_new(part) for part in shown]
     if not isinstance(shown, Tensor):
         return []
     if shown.layout != torch.strided:
@@ -202,8 +212,8 @@ def _storages(held: _Held) -> Iterator[_Storage]:
     if isinstance(held, _Storage):
         yield held
         return
-    for each in held:
-        yield from _storages(each)
+    for part in held:
+        yield from _storages(part)
 
 
 def _aliases(node: fx.Node) -> list[fx.Node | None]:
@@ -214,14 +224,14 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
     if not isinstance(target, OpOverload):
         return []
     schema = schema_of(target)
-    given: dict[str, fx.Node] = {}
+    by_alias: dict[str, fx.Node] = {}
     for i, argument in enumerate(schema.arguments):
-        found = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and isinstance(found, fx.Node):
-            given.update(dict.fromkeys(argument.alias_info.before_set, found))
+        source = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(source, fx.Node):
+            by_alias.update(dict.fromkeys(argument.alias_info.before_set, source))
     shown: list[fx.Node | None] = []
     for returned in schema.returns:
         # The elements of a list, as of split, share the memory of the only named argument.
-        names = () if returned.alias_info is None else returned.alias_info.before_set or given
-        shown.append(next((given[name] for name in names if name in given), None))
+        names = () if returned.alias_info is None else returned.alias_info.before_set or by_alias
+        shown.append(next((by_alias[name] for name in names if name in by_alias), None))
     return shown if any(shown) else []

@@ -30,13 +30,13 @@ def metric_nodes(program: Program, kept: Collection[str] = ()) -> list[fx.Node]:
     left_out = {"loss" if program.loss_metrics else "metric"}
     needed = {n for n, o in outputs if o.kind not in left_out or o.target in kept}
     needed |= {n for n in [loss_itself(program)] if n is not None}
-    ends, found = set(program.output_nodes), []
+    ends, nodes = set(program.output_nodes), []
     for node in reversed(list(program)):
         if node in needed or (node not in ends and not node.users) or any(user in needed for user in node.users):
             needed.add(node)
         else:
-            found.append(node)
-    return found[::-1]
+            nodes.append(node)
+    return nodes[::-1]
 
 
 def without_metrics(program: Program) -> Program:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem, is_random
+from fxpipe.ir.program import Program, info
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.metric_nodes import metric_nodes
 from fxpipe.passes.analysis.share import Known, Lost, Microbatches, Rows, Share
@@ -17,10 +21,6 @@ from fxpipe.passes.analysis.share_rules.call import OperatorCall, fills, is_same
 from fxpipe.passes.analysis.share_rules.sameness import same_of
 from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
 from fxpipe.passes.analysis.whole_call import whole_shape
-from torch import fx
-
-from fxpipe.ir.aten import is_getitem, is_random
-from fxpipe.ir.program import Program, info
 
 NOTHING_SEEN: Mapping[str, Known] = {}
 
@@ -34,8 +34,8 @@ def microbatches_of(
     """Derive what each forward value is; linear in the graph, for each value that must be known for the whole batch.
 
     Args:
-        program: at level FOLDED, captured on one microbatch. If `next_to` (`whole_call.py`) has put it next to the step
-            on the whole batch, everything derived is compared with that.
+        program: at level FOLDED, captured on one microbatch. If `next_to` has put it next to the step on the whole
+            batch, everything derived is compared with that.
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
             default from the leaves themselves.
         metrics: of the step, those to derive, too; calls that serve only the others are skipped.
@@ -52,42 +52,42 @@ def microbatches_of(
     batch = min(sizes.values(), default=1)
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(
+    facts = Microbatches(
         program,
         batch=batch,
         backward=BackwardCalls(program),
         changing=frozenset(updated),
         passed_over=frozenset(metric_nodes(program, kept=metrics)),
     )
-    found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
+    facts.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
     while True:
-        before = dict(found.totals)
-        found.numbers.clear()
-        found.kept.clear()
-        found.divided.clear()
-        found.factors.clear()
-        found.likelihoods.clear()
-        found.batch_norms.clear()
-        found.alone = {*leaves, *constants}
+        before = dict(facts.totals)
+        facts.numbers.clear()
+        facts.kept.clear()
+        facts.divided.clear()
+        facts.factors.clear()
+        facts.likelihoods.clear()
+        facts.batch_norms.clear()
+        facts.alone = {*leaves, *constants}
         for node in placeholders.values():
             dim = dims[leaves[node].name] if node in leaves else None
             if sizes.get(node, batch) == batch:
-                found.known[node] = Share.SAME if dim is None else Rows(dim)
+                facts.known[node] = Share.SAME if dim is None else Rows(dim)
             else:
-                found.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
-            found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
+                facts.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
+            facts.known[node] = held_against_whole(OperatorCall(facts, node), facts.known[node])
         for node in program:
-            if info(node).phase == "F" and node not in found.passed_over:
-                _derive(found, node)
-                if isinstance(found.known[node], Lost):
-                    found.known[node] = seen.get(node.name, found.known[node])
-                if found.known[node] != found.totals.get(node, found.known[node]):
-                    del found.totals[node]  # it is computed from what has become a total
-                if node in found.totals:
-                    found.known[node] = Share.SAME
-                found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
-        if found.totals == before:
-            return found
+            if info(node).phase == "F" and node not in facts.passed_over:
+                _derive(facts, node)
+                if isinstance(facts.known[node], Lost):
+                    facts.known[node] = seen.get(node.name, facts.known[node])
+                if facts.known[node] != facts.totals.get(node, facts.known[node]):
+                    del facts.totals[node]  # it is computed from what has become a total
+                if node in facts.totals:
+                    facts.known[node] = Share.SAME
+                facts.known[node] = held_against_whole(OperatorCall(facts, node), facts.known[node])
+        if facts.totals == before:
+            return facts
 
 
 def _parts(node: fx.Node, dim: int | None, size: int) -> int:
@@ -96,24 +96,24 @@ def _parts(node: fx.Node, dim: int | None, size: int) -> int:
     return 0 if shape is None or dim is None else shape[dim] // size
 
 
-def _derive(found: Microbatches, node: fx.Node) -> None:
+def _derive(facts: Microbatches, node: fx.Node) -> None:
     inputs = node.all_input_nodes
-    if fills(node) or (all(n in found.alone for n in inputs) and not is_random(node)):
-        found.alone.add(node)
+    if fills(node) or (all(n in facts.alone for n in inputs) and not is_random(node)):
+        facts.alone.add(node)
     if is_getitem(node):
-        known = found.known[inputs[0]]
-        found.known[node] = known[node.args[1]] if isinstance(known, tuple) else known  # type: ignore[index]
+        share = facts.known[inputs[0]]
+        facts.known[node] = share[node.args[1]] if isinstance(share, tuple) else share  # type: ignore[index]
         return
-    call = OperatorCall(found, node)
+    call = OperatorCall(facts, node)
     lost = next(
-        (found.known[n] for n in inputs if isinstance(found.known[n], Lost) and not counts_samples(call, n)), None
+        (facts.known[n] for n in inputs if isinstance(facts.known[n], Lost) and not counts_samples(call, n)), None
     )
     if mixes_samples(call):
-        found.batch_norms.append(node)
-    changing = next((n for n in inputs if n.name in found.changing), None)
+        facts.batch_norms.append(node)
+    changing = next((n for n in inputs if n.name in facts.changing), None)
     if changing is not None and not normalises(call):  # batch norm only updates its running statistics
         lost = lost or call.lost(f"reads {changing.name}, which every microbatch changes")
-    if lost is None and all(is_same(found.known[n]) for n in inputs):
-        found.known[node] = same_of(call)
+    if lost is None and all(is_same(facts.known[n]) for n in inputs):
+        facts.known[node] = same_of(call)
     else:
-        found.known[node] = lost or rule_of(node)(call)
+        facts.known[node] = lost or rule_of(node)(call)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fxpipe.passes.analysis.levels import levels_of_units
-from fxpipe.passes.analysis.sources import sources_of
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random, is_view, viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name, value
+from fxpipe.passes.analysis.levels import levels_of_units
+from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.planner.profile import Profile, Unit, Value, in_turn
 
 
@@ -46,11 +46,11 @@ class _Profiler:
         self._weights()
         names: dict[str, int] = {}
         units = []
-        found = levels_of_units(self.program) if levels else [()] * self.count
-        for path, row, own in zip(self.program.units, self.rows, found, strict=True):
+        savings = levels_of_units(self.program) if levels else [()] * self.count
+        for path, row, saving in zip(self.program.units, self.rows, savings, strict=True):
             name = unit_name(path)
             names[name] = names.get(name, 0) + 1
-            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row), levels=own))
+            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row), levels=saving))
         glued = glued_positions(self.program)
         activations, gradients = in_turn(self._activations()), in_turn(self._gradients())
         return Profile(tuple(units), tuple(activations), tuple(gradients), glued)
@@ -141,10 +141,10 @@ class _Profiler:
         for parameter in self.program.parameters:
             node = placeholders[parameter.node]
             size = size_of(value(node))
-            made = gradients.get(parameter.node)
-            if made is not None and made.op == "call_function":
-                self._add(info(made).unit, "parameter_bytes", size)
-                self._add(info(made).unit, "update_ms", 1e3 * self.rate * size)
+            gradient = gradients.get(parameter.node)
+            if gradient is not None and gradient.op == "call_function":
+                self._add(info(gradient).unit, "parameter_bytes", size)
+                self._add(info(gradient).unit, "update_ms", 1e3 * self.rate * size)
                 continue
             units = [info(n).unit for n in node.users if n.op == "call_function"]
             self._add(min(units, default=0), "frozen_bytes", size)

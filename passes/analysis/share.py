@@ -8,10 +8,10 @@ from enum import Enum
 from math import prod
 from typing import Any
 
-from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from torch import fx
 
 from fxpipe.ir.program import Program
+from fxpipe.passes.analysis.backward_calls import BackwardCalls
 
 
 class Share(Enum):
@@ -120,20 +120,20 @@ class Microbatches:
         return self.known[node]
 
 
-def fits(known: Known, own: Sequence[int], whole: Sequence[int], parts: int) -> bool:
+def allows(share: Known, shape: Sequence[int], whole: Sequence[int], parts: int) -> bool:
     """Whether a value of which this is known can have that shape in the whole batch."""
-    if known is Share.UNIFORM or isinstance(known, Lost):
+    if share is Share.UNIFORM or isinstance(share, Lost):
         return True
-    if len(own) != len(whole):
+    if len(shape) != len(whole):
         return False
-    if isinstance(known, Rows):
-        return list(whole) == [n * parts if d == known.dim else n for d, n in enumerate(own)]
-    if not isinstance(known, Alike):
-        return list(own) == list(whole)
-    periods = dict(known.periods)
+    if isinstance(share, Rows):
+        return list(whole) == [n * parts if d == share.dim else n for d, n in enumerate(shape)]
+    if not isinstance(share, Alike):
+        return list(shape) == list(whole)
+    periods = dict(share.periods)
     return all(
-        mine == theirs or d in known.dims or (d in periods and theirs % periods[d] == 0)
-        for d, (mine, theirs) in enumerate(zip(own, whole, strict=True))
+        mine == theirs or d in share.dims or (d in periods and theirs % periods[d] == 0)
+        for d, (mine, theirs) in enumerate(zip(shape, whole, strict=True))
     )
 
 
@@ -156,16 +156,16 @@ def after_view(
     """
     outer = prod(before[: rows.dim]) * rows.outer
     block = prod(before) // max(outer, 1)
-    found: list[Rows] = []
+    candidates: list[Rows] = []
     grouped: list[Rows] = []
     for dim, size in enumerate(after):
         above, below = prod(after[:dim]), prod(after[dim + 1 :])
         if not above or not below or outer % above or block % below:
             continue
-        if size == outer // above * (block // below) and may_be(made := Rows(dim, outer // above)):
-            (grouped if block // below % batch else found).append(made)
-    if not found and groups:
+        if size == outer // above * (block // below) and may_be(candidate := Rows(dim, outer // above)):
+            (grouped if block // below % batch else candidates).append(candidate)
+    if not candidates and groups:
         return grouped[0] if len(grouped) == 1 else None
     # More than one fits if some are of size 1: take only the batch.
-    alone = [r for r in found if after[r.dim] == batch and r.outer == 1]
-    return next(iter(alone or found), None)
+    alone = [r for r in candidates if after[r.dim] == batch and r.outer == 1]
+    return next(iter(alone or candidates), None)

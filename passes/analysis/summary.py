@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.passes.analysis.liveness import part_memories
-
 from fxpipe.ir.aten import viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name
 from fxpipe.ir.stage import Part
+from fxpipe.passes.analysis.liveness import part_memories
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -97,9 +96,9 @@ class Traffic:
                 messages = demand.messages(owner, reader, steady, 0, None)
                 packs = [written.pack(owner, reader, steady, message.ahead, filling) for message in messages]
                 sent = sum(size for pack in packs for size in pack.sizes.values())
-                kept = written.base_bytes(owner, reader, steady, filling)
-                self.bases[owner] += kept
-                self.bases[reader] += kept
+                base = written.base_bytes(owner, reader, steady, filling)
+                self.bases[owner] += base
+                self.bases[reader] += base
                 self.weights[owner, reader] = sent
                 self._add(owner, reader, sent)
 
@@ -110,13 +109,13 @@ class Traffic:
 
 def begin(plan: Plan, bounds: tuple[int, int]) -> str:
     """The module in which a span of units begins."""
-    return unit_name(plan.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
+    return unit_name(plan.step.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
 
 
 def _passed_bytes(program: Program, part: Part) -> int:
     """Bytes that a part gets from the part before it: views of one value count once, the batch's tensors count, too."""
-    given = len(part.spec.weights) + len(part.spec.buffers)
-    nodes = list(part.graph.nodes)[given:][: len(part.passed)]
+    local = len(part.spec.weights) + len(part.spec.buffers)
+    nodes = list(part.graph.nodes)[local:][: len(part.passed)]
     by_name = {n.name: n for n in program.graph.nodes}
     roots = {viewed(by_name.get(node.name, node)) for node in nodes}
     return sum(size_of(root.meta["val"]) for root in roots)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxpipe.checkpoint.interval import Interval
-from fxpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fxpipe.checkpoint.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.errors import CheckpointError, FxpipeError
@@ -68,7 +68,7 @@ def test_files_of_two_steps_do_not_make_one(tmp_path: Path) -> None:
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     path = put(Shelf.of(tmp_path), 1) / MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this fxpipe reads 1"):
+    with pytest.raises(CheckpointError, match=f"format 99, this fxpipe reads {FORMAT}"):
         read_manifest(path.parent)
 
 

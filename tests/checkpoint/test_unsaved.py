@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
-from fxpipe.build.build import load
+from fxpipe.builds.build import load
 from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.task.model_file import load_task
 

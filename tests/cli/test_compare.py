@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fxpipe.cli.compare import compare_command
 from written_runs import write_run
 
+from fxpipe.cli.compare import compare_command
 from fxpipe.errors import RunError
-from fxpipe.inspection.run_comparison import compare
+from fxpipe.inspection.run_comparison import comparison
 from fxpipe.observe.run_folder import read_run
 from fxpipe.observe.trace import OF_TRAINING
 
@@ -33,7 +33,7 @@ def compared(*arguments: object) -> Any:
 
 def test_json_is_the_comparison(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 200.0, seed=1)
-    assert compared(one, two) == compare(read_run(one), read_run(two))
+    assert compared(one, two) == comparison(read_run(one), read_run(two))
 
 
 def test_the_text_fits_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,18 +90,6 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
     out, _ = fxpipe_compare(one, two)
     assert "–" in out
     assert "nan" not in out
-
-
-def test_a_sweep_is_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long their names are, they can be told apart, and be typed."""
-    monkeypatch.setenv("COLUMNS", "40")
-    names = [f"spectrain,warmup_steps=100,width=64,seed={seed}" for seed in (0, 1)]
-    for name in names:
-        (write_run(tmp_path / "sweep" / name) / "sweep.json").write_text("{}")
-    (tmp_path / "sweep" / "failed").mkdir()
-    (tmp_path / "sweep" / "failed" / "sweep.json").write_text("{}")
-    out, _ = fxpipe_compare(tmp_path / "sweep", write_run(tmp_path / "alone"))
-    assert [line.split()[-1] for line in out.splitlines()[2:]] == [*(f"sweep/{name}" for name in names), "alone"]
 
 
 def test_seeds_that_change_nothing_are_explained(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from cached import lowered
 from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
-from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
 from safetensors.torch import load_file
 
+from fxpipe.cli.model_build import doubts_of
 from fxpipe.lowering import compare_with_eager as agreement
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.cost_records import EngineTime, StageTime, WorkerSummary
@@ -33,6 +33,7 @@ BUILD = {
     "weights.safetensors",
     "costs.json",
     "profile.json",
+    "nodes.json",
     "program.json",
     "passes.txt",
 }
@@ -158,7 +159,7 @@ def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.
 def test_times_that_contradict_those_of_operators_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the compile again that the warning advises would take the operators' times from the file."""
     slow = StageTime(1.0, 1.0, 0.0)
-    monkeypatch.setattr("fxpipe.measure.stages.measure_stages", lambda *given, **more: (slow, slow))
+    monkeypatch.setattr("fxpipe.cli.model_build.measure_stages", lambda *given, **more: (slow, slow))
     result = fxpipe("compile", "model.py", "--threads", 1)
     assert "compile again when it is not busy, which times both" in result.err
     assert not Path("build/node_costs.json").exists()
@@ -302,16 +303,16 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert other.code == 0, other.err
     made = [files(folder / "build") for folder in (one, two)]
     for found in made:
-        for name in ("costs.json", "node_costs.json", "profile.json"):
+        for name in ("costs.json", "node_costs.json", "profile.json", "program.json"):
             assert found.pop(name)
     untimed = []
     for found in made:
-        table = json.loads(found.pop("program.json") or b"")
+        table = json.loads(found.pop("nodes.json") or b"")
         for row in table["rows"]:
             row[table["columns"].index("ms")] = None
         untimed.append(table)
     assert untimed[0] == untimed[1]
-    assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json", "profile.json", "program.json"}
+    assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json", "profile.json", "program.json", "nodes.json"}
     assert made[0] == made[1]
 
 

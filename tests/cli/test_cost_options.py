@@ -10,9 +10,9 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fxpipe.cli.cost_options import CostOptions
-from fxpipe.cli.option_fields import option_fields
 
+from fxpipe.cli.command import option_fields
+from fxpipe.cli.cost_options import CostOptions
 from fxpipe.errors import ProfileError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags

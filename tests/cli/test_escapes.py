@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from commands import QUICK, Result, finish, fxpipe, start_module
-from fxpipe.cli import output
 from model_files import write_model
 
+from fxpipe.cli import output
 from fxpipe.messages import plain, plain_lines
 
 NASTY = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u2028\x08\x00"

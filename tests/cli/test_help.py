@@ -9,10 +9,10 @@ import sys
 import click
 import pytest
 from commands import fxpipe
+
 from fxpipe.cli.command import Command
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.main import cli
-
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags
 from fxpipe.policy import POLICIES
@@ -26,7 +26,7 @@ HEAVY = {"torch", "numpy", "safetensors", "rich", "networkx", "scipy", "sympy"}
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["compare", "compile", "diff", "doctor", "explain", "export", "inspect", "plan", "run", "sweep"]
+    assert COMMANDS == ["compare", "compile", "diff", "doctor", "explain", "export", "inspect", "passes", "plan", "run"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])

@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import pytest
 from commands import Result, fxpipe
+
 from fxpipe.cli.main import cli
 
 MODEL = """\

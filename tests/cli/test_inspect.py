@@ -15,18 +15,17 @@ import golden_model
 import pytest
 import torch
 from commands import QUICK, fxpipe
-from fxpipe.cli.terminal.overview import print_edges, print_overview
-from fxpipe.cli.terminal.version_grid import print_grid
-from fxpipe.passes.reduce import Reduce
 from model_files import write_model
 from rich.console import Console
 
 import fxpipe as library
+from fxpipe.cli.terminal.overview import print_edges, print_grid, print_overview
 from fxpipe.inspection.facts import facts
 from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import COLOURS
 from fxpipe.inspection.subject import read_subject, subject_of
 from fxpipe.inspection.tables import MANY
+from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.quantity import size
 from fxpipe.policy import POLICIES, Policy
@@ -153,13 +152,6 @@ def test_a_stage_as_it_is(build: Path) -> None:
     assert "there is no stage 2" in result.err
 
 
-def test_a_node(build: Path) -> None:
-    text = fxpipe("inspect", build, "--node", "blocks.1.weight").out
-    assert "owned by worker 1, copies on worker 0" in text
-    found = fxpipe("inspect", build, "--node", "blocks.1.weight", "--json").json
-    assert (found["kind"], found["owner"], found["copies"]) == ("parameter", 1, [0])
-
-
 def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -172,7 +164,7 @@ def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeyp
     made = fxpipe("compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.[/red]", "--fp-cut", "norm", "--verify")
     assert made.code == 0, made.err
     assert "first.[/red] (" in made.out
-    for options in ("--depth", 3), ("--schedule", "async"), ("--node", "first.[bold]"):
+    for options in ("--depth", 3), ("--schedule", "async"):
         result = fxpipe("inspect", "build", *options)
         assert result.code == 0, result.err
         assert "\x1b" not in result.out + result.err
@@ -240,9 +232,7 @@ def test_edited_stages_and_stale_sources_are_marked(build: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
         (("build", "--stage", "0", "--html", "page.html"), 2, "--stage and --html show different things"),
-        (("build", "--node", "x", "--html", "page.html"), 2, "--node and --html show different things"),
         (("build", "--stage", "0", "--run", "run"), 2, "--stage prints code and shows no run"),
         (("nothing",), 1, "there is no nothing"),
         (("model.py",), 1, "model.py is not an fxpipe build"),

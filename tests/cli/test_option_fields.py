@@ -9,8 +9,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fxpipe.cli.option_fields import option_fields
 
+from fxpipe.cli.command import option_fields
 from fxpipe.errors import FxpipeError, PolicyError
 from fxpipe.options import changed, option
 from fxpipe.policy.option import policy_option

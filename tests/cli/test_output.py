@@ -9,13 +9,12 @@ import time
 from typing import Any
 
 import pytest
-from fxpipe.cli import output
-from fxpipe.cli.output import note, print_columns, print_table, print_text, shortened, stdout_console, warn, working
 from rich.console import Console
 from rich.text import Text
 
-from fxpipe.inspection.formats import TimeUnit
-from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable
+from fxpipe.cli import output
+from fxpipe.cli.output import note, print_columns, print_text, shortened, stdout_console, warn, working
+from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable, TimeUnit
 from fxpipe.messages import saying, silenced
 
 
@@ -91,11 +90,12 @@ def test_names_are_printed_as_they_are_but_for_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    print_table(["[i]", "b"], [[NASTY, NASTY]])
-    print_columns(ShownTable([Column("[i]", "name", NAME)], [{"name": NASTY}]), stdout_console())
+    table = ShownTable([Column("[i]", "name", NAME), Column("b", "name", TEXT)], [{"name": NASTY}])
+    print_columns(table, whole=True)
+    print_columns(table)
     print_text(stdout_console(), NASTY)
     out = capsys.readouterr().out
-    assert out.count(SHOWN) == 4
+    assert out.count(SHOWN) == 5
     assert out.count("[i]") == 2
     assert "\x1b" not in out
     warn(NASTY)

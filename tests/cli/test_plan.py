@@ -81,6 +81,7 @@ def test_what_does_not_fit_says_what_would(profile: Path) -> None:
     found = fxpipe(*short, "--json").json["same"]
     assert max(found["memory_bytes"]) <= 5000
     assert max(worker["recompute"] for worker in found["workers"]) > 0
+    assert all(worker["values"] <= worker["memory"] for worker in found["workers"]), "both are bytes"
 
 
 def test_a_model_is_planned_without_being_written(

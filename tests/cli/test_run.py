@@ -132,7 +132,7 @@ def test_the_summary_for_people(folder: Path, tmp_path: Path) -> None:
     lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     assert lines[0].startswith(f"{STEPS} steps in "), "one epoch, unless something else is asked for"
     assert re.search(r" samples/s · [^ ]+ TFLOP/s/device · loss ", lines[0])
-    assert lines[1].split()[::2] == ["worker", "forward", "backward", "wait"]
+    assert lines[1].split()[::2] == ["worker", "F", "B", "wait"]
     assert [line.split()[0] for line in lines[3:5]] == ["0", "1"]
     assert lines[5] == f"metrics  {tmp_path / 'out' / 'metrics.jsonl'}"
     assert lines[6] == f"weights  {tmp_path / 'out' / 'model.safetensors'}"

@@ -317,8 +317,9 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
     assert "evaluates only at the end" in error(plateau, "--local")
     wrong = built(tmp_path, PLATEAU.replace('"loss"', '"lss"'))
     assert "lr_scheduler() needs the metric 'lss', which " in error(wrong, "--local", "--eval-every", 4)
-    bare = built(tmp_path, PLATEAU.replace(', "loss"', ""))
-    assert 'return (scheduler, "loss")' in error(bare, "--local", "--eval-every", 4)
+    bare = write_model(tmp_path)
+    bare.write_text(bare.read_text() + HOOKS + PLATEAU.replace(', "loss"', ""))
+    assert 'return (scheduler, "loss")' in fxpipe("compile", bare, "-n", 2, "-o", tmp_path / "bare", *QUICK).err
 
 
 def test_a_scheduler_without_a_state_does_not_begin_anew(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def on_epoch(epoch, run):
 PLAIN = (("dropout(torch.tanh(block(x)), 0.1, self.training)", "tanh(block(x))"), ("self.norm(x)", "x"))
 
 
-def built(folder: Path, more: str = CALLBACKS, workers: int = 3) -> Path:
+def built(folder: Path, more: str = CALLBACKS, workers: int = 3, *options: object) -> Path:
     model = write_model(folder, *PLAIN)
     model.write_text(model.read_text() + HOOKS + more)
-    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK)
+    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK, *options)
     assert result.code == 0, result.err
     return folder / "build"
 
@@ -178,6 +178,14 @@ def test_what_saves_and_ends_a_run_has_it_saved_at_its_end(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [f"step-{found['steps']}"]
 
 
+@pytest.mark.parametrize("schedule", ["async", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_in_one_process_they_wait_for_the_loss_over_all_replicas(tmp_path: Path, called: Path, schedule: str) -> None:
+    callback = "def on_step(step, loss, run):\n    note(run, loss)\n"
+    build = built(tmp_path, COUNTING + callback, 2, "--dp", 2, "--schedule", schedule)
+    found = fxpipe("run", build, "--local", "--steps", 6, "--out", tmp_path / "out", "--json").json
+    assert calls(called) == [[loss] for loss in found["losses"]]
+
+
 def test_a_longer_run_is_the_whole_one(build: Path, tmp_path: Path, called: Path) -> None:
     """What is decided after the last step of a run counts where a longer one goes on."""
     run = ("run", build, "--local", "--json", "--checkpoint-every")
@@ -253,9 +261,12 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     assert "return 1 / (step - 2)" in found
     found = said(tmp_path / "rates", "\n\ndef on_epoch(epoch, run):\n    run.set_lr(1.0, 2.0)\n", "--epochs", 2)
     assert "2 learning rates were given, and the optimizer has 1 groups" in found
-    found = said(tmp_path / "form", "\n\ndef on_step(step, loss):\n    pass\n")
-    assert "def on_step(step, loss, run)" in found
-    assert said(tmp_path / "none", "\n\non_eval = 3\n").startswith("1 ")
+    for hook in ("def on_step(step, loss):\n    pass\n", "on_eval = 3\n"):  # said at compile
+        model = write_model(tmp_path / "form")
+        model.write_text(f"{model.read_text()}\n\n{hook}")
+        result = fxpipe("compile", model, "-n", 2, "-o", tmp_path / "form" / "build", *QUICK)
+        assert result.code == 1
+        assert "hint: def on_" in result.err
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from commands import QUICK, fxpipe
 from model_files import write_model
 
 import fxpipe as api
-from fxpipe.errors import TaskError
+from fxpipe.errors import FxpipeError, TaskError
 
 HOOKS = """
 
@@ -148,7 +148,7 @@ def test_a_scheduler_over_several_epochs_is_not_warned_of(tmp_path: Path) -> Non
 
 def test_options_in_python_are_checked(folder: Path) -> None:
     build = api.load(folder / "build")
-    with pytest.raises(TaskError, match="an epoch has 0 steps"):
+    with pytest.raises(FxpipeError, match="steps_per_epoch=0 is not a whole number of at least 1"):
         build.local(steps_per_epoch=0)
     with pytest.raises(TaskError, match="length of an epoch is unknown"):
         build.local(lr_scheduler=lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "epoch"))

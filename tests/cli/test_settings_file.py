@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,8 @@ def test_the_file_is_between_the_command_line_and_the_model_file(tmp_path: Path)
     given = "--workers 2 --microbatches 2 --fp-cut blocks.2 --bandwidth 10Gbit --set lr=0.01"
     assert f"fxpipe.toml gives {given}\n" in said
     assert "model.py gives --seed 3\n" in said
-    assert (plan["microbatches"], plan["stages"][1]["forward_units"][0]) == (2, plan["units"].index("blocks.2"))
+    (step,) = plan["steps"]
+    assert (plan["microbatches"], step["stages"][1]["forward_units"][0]) == (2, step["units"].index("blocks.2"))
     run = ("run", tmp_path / "build", "--local", "--json")
     found = fxpipe(*run, "--out", tmp_path / "out")
     assert "fxpipe.toml gives --steps 3 --clip-norm 1 --set lr=0.01\n" in found.err
@@ -140,6 +143,28 @@ def test_mistakes(file: str, said: str, tmp_path: Path) -> None:
     assert made.code == 1
     assert said in " ".join(made.err.split())
     assert "fxpipe.toml" in made.err
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.symlink_to("away.toml"), "it is a link to away.toml, which is not there"),
+        (os.mkfifo, "it is not a file"),
+        (Path.mkdir, "Is a directory"),
+    ],
+)
+def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    make(tmp_path / "fxpipe.toml")
+    made = fxpipe("compile", written(tmp_path, None), "-n", 2, "-o", tmp_path / "build", *QUICK)
+    assert made.code == 1
+    assert f"fxpipe.toml cannot be read: {said}" in made.err
+
+
+def test_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+    """Some editors write it before the text."""
+    (tmp_path / "fxpipe.toml").write_text("[run]\nsteps = 1.5", encoding="utf-8-sig")
+    made = fxpipe("compile", written(tmp_path, None), "-n", 2, "-o", tmp_path / "build", *QUICK)
+    assert "[run] has steps=1.5: '1.5' is not a valid" in made.err
 
 
 def test_the_configuration_of_a_compile_goes_round(tmp_path: Path) -> None:
@@ -218,21 +243,6 @@ def test_a_plan_reads_the_file(tmp_path: Path) -> None:
     assert "fxpipe.toml gives --workers 2 --microbatches 2 --bandwidth 10Gbit --set lr=0.01\n" in planned.err
     typed = ("-n", 2, "--microbatches", 2, "--bandwidth", "10Gbit", "--config", "none")
     assert planned.json == fxpipe("plan", model, *QUICK, *typed, "--json").json
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_sweep_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    compiled(written(tmp_path, "[run]\nsteps = 3"), "-n", 2)
-    sweep, run = ("sweep", "build", "--json"), tmp_path / "sweep" / "seed=0" / "run.json"
-    assert fxpipe(*sweep).code == 0
-    assert json.loads(run.read_text())["steps"] == 3
-    assert "1 of 1 runs have ended already" in fxpipe(*sweep).err
-    (tmp_path / "fxpipe.toml").write_text("[run]\nsteps = 2")
-    assert fxpipe(*sweep).code == 0
-    assert json.loads(run.read_text())["steps"] == 2
-    assert "a sweep has no --print-config" in fxpipe(*sweep, "--print-config").err
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fxpipe.passes import front_passes
-from fxpipe.passes.cost import Cost
 from random_cuts import numbered
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +14,8 @@ import fxpipe
 from fxpipe.costs.analytic import analytic_seconds
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes import front_passes
+from fxpipe.passes.cost import Cost
 from fxpipe.planner.device import CPU, Device
 
 

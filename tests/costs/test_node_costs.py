@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from cached import captured
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 from small_models import CASES
 from torch import Tensor, nn
 
@@ -26,6 +24,8 @@ from fxpipe.costs.timer import Rounds
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 
 aten = torch.ops.aten
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from cached import captured
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, fingerprint, read
 from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 
 COSTS = MeasuredCosts("mark", {"mm": 0.1 + 0.2, "add": 1 / 3, "nothing": 0.0}, {"F": 1.01, "B": 0.99}, 0.03)
 

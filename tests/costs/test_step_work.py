@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fxpipe.passes import front_passes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.costs.step_work import StepWork, step_work
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes import front_passes
 
 BATCH, LENGTH, WIDTH, WORDS = 4, 16, 32, 100
 HIDDEN = 4 * WIDTH

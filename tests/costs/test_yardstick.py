@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from cached import captured
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 
 from fxpipe.costs.node_times import Yardstick, measure
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 
 
 def program_of(name: str) -> Program:

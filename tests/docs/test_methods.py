@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from commands import QUICK, fxpipe
-from fxpipe.cli.main import cli
 
+from fxpipe.cli.main import cli
 from fxpipe.policy import POLICIES, make
 from fxpipe.policy.repair import REPAIRS
 from fxpipe.schedule import SCHEDULES

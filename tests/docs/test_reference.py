@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fxpipe.cli.main import cli
 from torch import nn
 
 import fxpipe
 from fxpipe import errors
+from fxpipe.cli.main import cli
 from fxpipe.inspection.tables import staleness
 from fxpipe.task.hooks import Hooks
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,9 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.engines.cudagraph import CudaGraphEngine, _stream_and_pool
+from fxpipe.engines import cudagraph
+from fxpipe.engines.cudagraph import CudaGraphEngine, _Replayed, _stream_and_pool
 from fxpipe.errors import BackendError
 from fxpipe.plan.packing import Layout
+from fxpipe.policy.recipe import choose
+from fxpipe.simulator.memory import _graphs as graphs_of
+from fxpipe.simulator.memory import peak_bytes
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import FakeTensorMode
@@ -32,10 +37,15 @@ class Graph(TorchDispatchMode):
     """Remembers calls, and repeats them on what is then in their memory, into the memory of their first results."""
 
     captured = 0
+    dropped = 0  # while they ran
+    running: ClassVar[set[int]] = set()  # ids of those that were replayed since the device was waited for
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __del__(self) -> None:
+        Graph.dropped += id(self) in self.running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -43,6 +53,7 @@ class Graph(TorchDispatchMode):
         return made
 
     def replay(self) -> None:
+        self.running.add(id(self))
         for func, args, kwargs, made in self.calls:
             memory = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
             for old, new in zip(tensors(made), tensors(func(*args, **kwargs)), strict=True):
@@ -57,6 +68,9 @@ def tensors(values: Any) -> list[Tensor]:
 class Stream:
     def __init__(self, device: int = 0) -> None:
         pass
+
+    def synchronize(self) -> None:
+        Graph.running.clear()
 
     def wait_stream(self, other: Stream) -> None:
         assert isinstance(other, Stream)
@@ -77,7 +91,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stands_in |= {"current_stream": Stream, "current_device": lambda: 0, "graph_pool_handle": lambda: "pool"}
     for name, value in stands_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(Graph, "captured", 0)
+    for name in ("captured", "dropped"):
+        monkeypatch.setattr(Graph, name, 0)
     _stream_and_pool.cache_clear()
     yield
     _stream_and_pool.cache_clear()
@@ -126,10 +141,9 @@ def test_weights_are_read_in_place_until_they_move() -> None:
     assert Graph.captured == 1
     for moved in (w.clone(), w.clone() + 1, w, w.t()):
         assert torch.equal(compute([moved])[0], moved.sin())
-    assert Graph.captured == 2
+    assert (Graph.captured, Graph.dropped) == (2, 0)
 
 
-@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("name", "schedule", "microbatches", "captures"),
     [
@@ -138,15 +152,43 @@ def test_weights_are_read_in_place_until_they_move() -> None:
         pytest.param("conv", "async", 1, 6, marks=pytest.mark.slow),
     ],
 )
-def test_trains_as_eager(name: str, schedule: str, microbatches: int, captures: int) -> None:
+@pytest.mark.usefixtures("graphs")
+def test_trains_as_eager(
+    name: str, schedule: str, microbatches: int, captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several microbatches are between forward and backward. A weight that another worker owns comes anew with each
     update, and where updates are late, all weights have versions: parts that read such weights are captured twice.
     """
-    build = lowered(name, microbatches, workers=2, schedule=schedule, **cuts(CASES[name], 2, 1))
+    options: dict[str, Any] = {"workers": 2, "schedule": schedule, **cuts(CASES[name], 2, 1)}
+    build = lowered(name, microbatches, **options)
     batches = CASES[name].batches(4)
     eager = build.local(backend="eager").run(batches)
+    replayed: list[_Replayed] = []
+    monkeypatch.setattr(cudagraph, "_Replayed", lambda *given: replayed.append(_Replayed(*given)) or replayed[-1])
     assert build.local(backend="cudagraph").run(batches) == pytest.approx(eager, rel=1e-6)
     assert Graph.captured == captures
+    copies = [x for graph in replayed for _, values in (*graph._given, *graph._made) for x in values]
+    forecast = 0
+    for worker, summary in enumerate(build.costs.workers):
+        parts = [replace(part, inside=part.results) for part in summary.parts]  # the stand-in has no pool
+        forecast += graphs_of(build.plan, choose(build.plan).demand, worker, parts)
+    held = {x.untyped_storage()._cdata: x.nbytes for x in copies}
+    assert sum(held.values()) == pytest.approx(forecast, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
+def test_their_memory_is_in_the_forecast() -> None:
+    """Also where it must fit into `--memory`, and for each shape of batch."""
+    options: dict[str, Any] = {"workers": 2, "schedule": "1f1b", **cuts(CASES["function"], 2, 1)}
+    enough = max(worker.memory_bytes for worker in lowered("function", 4, **options).workers)
+    build = lowered("function", 4, **options, backend="cudagraph", memory=[enough])
+    demand = choose(build.plan).demand
+    peaks = peak_bytes(build.plan, build.costs, demand)
+    assert peaks == tuple(worker.memory_bytes for worker in build.workers)
+    assert sum("of memory" in warning for warning in build.warnings) == sum(peak > enough for peak in peaks) > 0
+    several = replace(build.plan, steps=2 * build.plan.steps)
+    assert all(map(int.__lt__, peaks, peak_bytes(several, build.costs, demand)))
 
 
 def test_values_that_cross_to_the_cpu_are_refused() -> None:

@@ -14,10 +14,11 @@ from cached import captured, lowered
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines.engine import EnginePart
 from fxpipe.engines.inductor import InductorEngine, _temporary
 from fxpipe.errors import BackendError
+from fxpipe.files import owned
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
@@ -163,7 +164,6 @@ def test_cache_is_used(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = matrices()
     part, cache = pure(product, x, y), tmp_path / "part"
-    cache.write_text("not a folder")
     first = ENGINE.build(part, cache)([x, y])
     for artifact in cache.glob("*.artifact"):
         artifact.write_bytes(artifact.read_bytes()[:100])
@@ -176,10 +176,11 @@ def test_bad_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_another_process_is_compiling_stays(tmp_path: Path) -> None:
-    fresh, old = tmp_path / ".part.fresh", tmp_path / ".part.old"
+    fresh, old = (
+        tmp_path / f".part.a{end}" for end in (owned(), owned().replace(f".{os.getpid()}.", f".{2**22 + 1}."))
+    )
     for folder in (fresh, old):
         folder.mkdir()
-    os.utime(old, (0, 0))
     own = _temporary(tmp_path / "part")
     assert sorted(tmp_path.iterdir()) == sorted([fresh, own])
 

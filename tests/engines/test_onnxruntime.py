@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpipe.engines.engine import EnginePart
 from fxpipe.engines.onnxruntime import OrtEngine
 from fxpipe.errors import BackendError
 from fxpipe.onnx import convert
@@ -83,14 +84,10 @@ def test_results_are_new_memory_every_time() -> None:
     assert (first.tolist(), second.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
-def test_the_cache_is_used_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = (torch.randn(1, 3, 4, 4), torch.randn(2, 3, 3, 3))
     part, path = part_of(convolve, *inputs), tmp_path / "engines" / "part"
     check(part, convolve, inputs, path)
-    good = path.read_bytes()
-    path.write_bytes(good[:100])
-    check(part, convolve, inputs, path)
-    assert path.read_bytes() == good
     assert list(path.parent.iterdir()) == [path]
     monkeypatch.setattr(convert, "convert", None)  # must not be needed
     check(part, convolve, inputs, path)
@@ -107,7 +104,7 @@ def test_what_onnx_lacks_is_refused_with_its_operator() -> None:
         return (torch.special.bessel_j1(x),)
 
     with pytest.raises(BackendError, match="bessel_j1"):
-        OrtEngine().build(part_of(function, torch.ones(3)), None)
+        EnginePart(part_of(function, torch.ones(3)), OrtEngine())
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "onnx", "onnxscript"])

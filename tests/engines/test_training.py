@@ -14,7 +14,7 @@ from small_models import CASES
 from torch import nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines.attach import CheckedPart
 from fxpipe.engines.kept_files import DIGEST
 from fxpipe.errors import BackendError
@@ -45,7 +45,7 @@ def mixed() -> Build:
     build = lowered("gpt-dropout", workers=3, **cuts(CASES["gpt-dropout"], 3, 1))
     engines = (("onnxruntime", "eager"), ("eager", "onnxruntime"), ("eager", "eager"))
     stages = tuple(dataclasses.replace(s, engines=e) for s, e in zip(build.plan.stages, engines, strict=True))
-    return dataclasses.replace(build, plan=dataclasses.replace(build.plan, stages=stages))
+    return dataclasses.replace(build, plan=build.plan.with_step(stages=stages))
 
 
 def test_a_mixed_pipeline_trains_as_eager() -> None:
@@ -66,7 +66,7 @@ def test_engines_stay_in_the_plan_and_in_the_build(tmp_path: Path) -> None:
     assert [s.engines for s in loaded.plan.stages] == [("onnxruntime", "onnxruntime")] * 2
     assert loaded.costs.engines == build.costs.engines
     pipeline = loaded.local(optimizer=momentum)
-    assert all(isinstance(e.stage.functions["F"], CheckedPart) for e in pipeline.executors)
+    assert all(isinstance(e.stages[0].functions["F"], CheckedPart) for e in pipeline.executors)
     pipeline.run(CASES["gpt"].batches(2))
     assert {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()} == made
     build.save(folder)  # replaces a build with engines

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.export.stages import ExportedFile, export
 
 

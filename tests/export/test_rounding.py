@@ -10,7 +10,7 @@ import pytest
 from cached import CASES, cuts, lowered
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import ExportError
 from fxpipe.export import checked_files, stages
 from fxpipe.export.stages import export

@@ -19,7 +19,7 @@ from onnx import helper
 from torch import Tensor, fx, nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, ExportError
 from fxpipe.export import stages
 from fxpipe.export.names import names_of

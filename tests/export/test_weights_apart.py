@@ -15,7 +15,7 @@ from cached import CASES, cuts, lowered
 from random_cuts import random_cuts
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines.attach import equip
 from fxpipe.export.stages import export
 from fxpipe.stages.loaded import load_stages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 
 SAME = ((1, 2, 3),) * 4
@@ -99,7 +99,7 @@ def test_every_batch_must_have_the_same_constants(tmp_path: Path) -> None:
         BatchError, match=r"batch\['grid'\] is \[\[1, 3, 2\], .* captured as the constant \[\[1, 2, 3\]"
     ):
         pipeline.step(batch_of(((1, 3, 2),) * 4))
-    assert [leaf.name for leaf in build.plan.batch if leaf.tensor is None] == ["batch['grid']"]
+    assert [leaf.name for leaf in build.plan.step.batch if leaf.tensor is None] == ["batch['grid']"]
 
 
 def test_microbatches_must_have_the_same_constants() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, layers
+from features import MICROBATCHES, WIDTH, Feature, check, layers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -148,6 +148,24 @@ class ChannelsLast(nn.Module):
         return self.head(y.flatten(1))
 
 
+class OneImage(nn.Module):
+    """A microbatch of one image: its own stride has no meaning, but group norms choose an order of memory by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.tokens, self.norm, self.slope = nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.PReLU(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            tokens = self.tokens(x.flatten(2).transpose(1, 2))
+            x = x + self.norm(tokens.transpose(1, 2).reshape(x.shape))
+            x = self.norm(self.slope(tokens.transpose(1, 2).reshape(x.shape))).flip(-1) * x
+        x = F.batch_norm(tokens.transpose(1, 2).reshape(x.shape), None, None, training=True) + x
+        return self.last(x + x.flatten(1)[:, :8, None, None])
+
+
 class TransposedNorms(nn.Module):
     """Norms over values that lie transposed: their kernels lay results out otherwise than fake tensors foretell."""
 
@@ -182,6 +200,10 @@ def series(size: int) -> tuple[Tensor, Tensor]:
 
 def images(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, 8, 8), torch.randn(size, WIDTH)
+
+
+def one_image_each(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(MICROBATCHES, 3, 4, 6), torch.randn(MICROBATCHES, 3, 4, 6)
 
 
 class Scalars(nn.Module):
@@ -273,6 +295,7 @@ FEATURES = [
     Feature("detached", Detached),
     Feature("strided", Strided),
     Feature("channels-last", ChannelsLast, batch=images, alone=True),
+    Feature("one-image", OneImage, batch=one_image_each, alone=True),
     Feature("transposed-norms", TransposedNorms, batch=series, alone=True),
     Feature("random-slopes", RandomSlopes, batch=series, alone=True, draws=True),
     Feature("scalars", Scalars),

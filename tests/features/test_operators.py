@@ -143,11 +143,35 @@ class Draws(nn.Module):
         return self.layers[3](y + y.softmax(-1).multinomial(1) * 0.1 + torch.poisson(y.abs()) * 0.1)
 
 
+class NumbersOfShapes(nn.Module):
+    """Python numbers of tensors that the step makes of shapes and numbers; what is drawn or computed stays traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, width = torch.tensor([2, x.shape[1]]).tolist()
+        y = self.layers[0](x.view(-1, parts, width // parts).flatten(1) * torch.tensor(x.shape[1:]).prod().item())
+        for rate in torch.linspace(0.5, 1, 3):
+            y = torch.tanh(y) * float(rate)
+        ends = torch.cumsum(torch.tensor([1, 2, 3]), 0)
+        y = torch.cat([y[:, int(end) - 1 : int(end) + 1] for end in ends if end < WIDTH], 1).repeat(1, 2)[:, :WIDTH]
+        table = torch.zeros(WIDTH)
+        table[1::2] = torch.arange(3.0)
+        table[0] = y.mean(1, keepdim=True).detach().sum() * 0 + 1
+        kept = torch.bernoulli(torch.ones(WIDTH)) * table
+        where = torch.eye(3).triu().nonzero()
+        y = y + kept + where.sum().item() + len(f"{torch.tensor([2, 3])}")
+        return self.layers[1](y if torch.ones(2).all() else x)
+
+
 FEATURES = [
     Feature("masks", Masks),
     Feature("products", Products),
     Feature("indexing", Indexing),
     Feature("routing", Routing, balanced),
+    Feature("numbers-of-shapes", NumbersOfShapes, draws=True),
     Feature("sparse-constant", SparseConstant, alone=True),
     Feature("random-numbers", Draws, draws=True),
 ]

@@ -29,7 +29,7 @@ def test_there_are_many() -> None:
 
 
 @pytest.mark.slow
-@searched(20, derandomize=False)
+@searched(20)
 @given(names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=3), seed=st.integers(0, 10**6))
 def test_random_models(names: list[str], seed: int) -> None:
     """With weight gradients with their backward, and apart."""

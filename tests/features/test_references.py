@@ -123,11 +123,31 @@ class Followed(nn.Module):
         return y - 0.5 * seen
 
 
+class Dequantized(Chain):
+    """New tensors, made only of tensors that an object holds, are the step's own: it changes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight.state = Holder((torch.rand(WIDTH, WIDTH), torch.ones(WIDTH)))  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, offset = self.layers[0].weight.state.held  # type: ignore[union-attr]
+        scale = (codes * 2).view(-1)
+        other = scale + 1
+        scale[::2] += 1
+        scale = scale.view(WIDTH, WIDTH)
+        scale -= offset
+        first, order = torch.sort(codes[0] + offset)
+        first.mul_(2).add_(order)
+        return super().forward(x @ scale + other[:WIDTH] * first)
+
+
 FEATURES = [
     Feature("objects", Objects, held_elsewhere, alone=True),
     Feature("anchor", Anchored, alone=True),
     Feature("listened", Listened, listened, alone=True),
     Feature("helped", Helped),
+    Feature("dequantized", Dequantized, alone=True),
     Feature("teacher-in-place", lambda: Followed("in place")),
     Feature("teacher-by-data", lambda: Followed("data")),
     Feature("teacher-by-state-dict", lambda: Followed("state dict")),
@@ -207,3 +227,18 @@ def test_a_comparison_with_eager_puts_values_back() -> None:
     assert {name for name in agreement.buffers if name.startswith("middle.teacher")}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("view", [torch.detach, lambda t: t.view(2, 3), lambda t: t.chunk(2)[1]])
+def test_a_change_through_a_view_of_an_objects_tensor_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    """The object's tensor is a constant, and would not follow."""
+    held = Holder(torch.ones(WIDTH))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        view(held.held).add_(1)
+        return (model(batch) * held.held).sum()
+
+    with pytest.raises(CaptureError, match="changes a tensor in place that is not part of the model") as caught:
+        fxpipe.capture(nn.Linear(WIDTH, WIDTH), loss, torch.rand(4, WIDTH))
+    assert "add_(1)" in str(caught.value.where)
+    assert torch.equal(held.held, torch.ones(WIDTH))

@@ -1,25 +1,13 @@
-"""Runs over NCCL and through peer memory, of processes that share a device.
-
-NCCL_HOSTID has NCCL take them for several hosts, which may.
-"""
+"""Runs over NCCL and through peer memory, of processes that share a device (see `gpu_runs`)."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from commands import finish, free_port, fxpipe, start_module
+from gpu_runs import MARKS, MICROBATCHES, WIRES, compiled, run_here, run_over
 
-from fxpipe.runtime.wires.shared_memory import SWITCH
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 MODEL = """
 from dataclasses import dataclass
@@ -132,40 +120,11 @@ def train_data():
         yield torch.randint(50, (BATCH // 2 if step % 4 == 3 else BATCH, LENGTH), device="cuda")
 """
 APART = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
-MICROBATCHES = ("--schedule", "1f1b", "--microbatches", 4)
 FOUR = ("--fp-cut", "blocks.1", "--fp-cut", "blocks.2", "--fp-cut", "blocks.3")
 FOUR += ("--bp-cut", "blocks.0", "--bp-cut", "blocks.2", "--bp-cut", "blocks.3")
 
 
-def run_over(wires: str, folder: Path, ranks: int, *run: object) -> dict[str, object]:
-    """The summary of a run of so many processes, whose messages go over 'nccl' or through 'peer memory'."""
-    port = free_port()
-    place = {
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-    }
-    place |= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
-    place[SWITCH] = int(wires == "peer memory")
-    started = []
-    for rank in range(ranks):
-        own = {**place, "RANK": rank, "NCCL_HOSTID": f"host{rank}"}
-        environment = {name: str(value) for name, value in own.items()}
-        started.append(start_module("fxpipe", "run", folder / "build", *run, "--json", **environment))
-    try:
-        results = [finish(process, 120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [result.code for result in results] == [0] * ranks, results
-    summary: dict[str, object] = json.loads(results[0].out)
-    assert summary["transport"] == wires
-    return summary
-
-
-@pytest.mark.parametrize("wires", ["nccl", "peer memory"])
+@pytest.mark.parametrize("wires", WIRES)
 @pytest.mark.parametrize(
     ("ranks", "options", "run", "more"),
     [
@@ -194,13 +153,9 @@ def test_trains_as_one_process(
 
     Late: a message is to leave long before the device has made it, and to be read long before it has come.
     """
-    (tmp_path / "model.py").write_text(MODEL + more)
-    compiled = ("--device", "cuda", "--cost", "analytic", *options, "-o", tmp_path / "build")
-    result = fxpipe("compile", tmp_path / "model.py", *compiled)
-    assert result.code == 0, result.err
+    compiled(tmp_path, MODEL + more, *options)
     run = ("--steps", 6, "--eval-every", 2, *run)
-    local = fxpipe("run", tmp_path / "build", *run, "--local", "--out", tmp_path / "local", "--json")
-    assert local.code == 0, local.err
-    expected, found = json.loads(local.out), run_over(wires, tmp_path, ranks, *run, "--out", tmp_path / "real")
+    expected = run_here(tmp_path, *run, "--out", tmp_path / "local")
+    found = run_over(wires, tmp_path, ranks, *run, "--out", tmp_path / "real")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)  # atomics in embedding's backward
-    assert len(found["evaluations"]) == len(expected["evaluations"]) == 3  # type: ignore[arg-type]
+    assert len(found["evaluations"]) == len(expected["evaluations"]) == 3

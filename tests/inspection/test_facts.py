@@ -206,8 +206,7 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
     setting = Setting(
         plan.schedule,
         plan.policy,
-        1,
-        known.links,
+        links=known.links,
         optimizer_bytes=known.optimizer_bytes,
         policy_times=known.policy_times,
     )
@@ -316,7 +315,7 @@ def residual(forward: int, backward: int, weights: int) -> dict[str, Any]:
         Residual(), lambda model, x: model(x).sum(), torch.ones(2, 4), workers=2, cost="analytic", split_backward=True,
         cuts=Cuts(*((0, cut, 13) for cut in (forward, backward, weights)), ()),
     )  # fmt: skip
-    assert [i for i, path in enumerate(build.plan.units) if path] == [0, 3, 6, 9]
+    assert [i for i, path in enumerate(build.plan.step.units) if path] == [0, 3, 6, 9]
     return facts(subject_of(build))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from fxpipe.inspection.run_comparison import compare, outcome
+from fxpipe.inspection.run_comparison import comparison, outcome
 from fxpipe.observe.run_folder import read_run
 
 
 def compared(first: Path, second: Path) -> Any:
-    return compare(read_run(first), read_run(second))
+    return comparison(read_run(first), read_run(second))
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from fxpipe.inspection.run_table import run_table
+from fxpipe.inspection.run_comparison import run_table
 from fxpipe.observe.run_folder import read_run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe.inspection.staleness import staleness_of
+from fxpipe.inspection.sentences import staleness_of
 from fxpipe.policy import make as make_policy
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.versions import versions_of

@@ -57,7 +57,7 @@ def test_folder_and_memory_give_the_same_facts(tmp_path: Path) -> None:
         ("plan.json", "is not an fxpipe build"),
         ("stage_1.py", "stage_1.py cannot be read"),
         ("costs.json", "the build lacks costs.json, which inspecting it needs"),
-        ("program.json", "the build lacks program.json, which inspecting it needs"),
+        ("nodes.json", "the build lacks nodes.json, which inspecting it needs"),
         ("profile.json", "the build lacks profile.json, which inspecting it needs"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpipe.passes import default_passes
+from program_text import emitted
 from torch import Tensor, fx, nn
 
 import fxpipe
@@ -18,7 +18,6 @@ from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Level, Output, Program, info
 from fxpipe.ir.stage import Part
-from fxpipe.ir.transform import run_passes
 from fxpipe.ir.wire import is_recv, is_send
 from fxpipe.planner.cuts import Cuts
 from fxpipe.tracing.capture import capture_evaluation
@@ -42,7 +41,7 @@ def programs() -> dict[Level, Program]:
     torch.manual_seed(0)
     program = fxpipe.capture(Normed(), lambda m, x: m(x).square().mean(), torch.randn(5, 3))
     found = {program.level: program}
-    run_passes(program, default_passes(CUTS), [lambda a: found.update({a.program.level: a.program})])
+    emitted(program, CUTS, [lambda a: found.update({a.program.level: a.program})])
     return found
 
 

@@ -17,7 +17,7 @@ from strict_wires import run_in_threads
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.observe.watch import Watch
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.options import RunOptions

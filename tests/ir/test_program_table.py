@@ -27,8 +27,8 @@ def table(build: fxpipe.Build) -> ProgramTable:
 
 def test_text_and_back(table: ProgramTable, tmp_path: Path) -> None:
     text = table.to_json()
-    (tmp_path / "program.json").write_text(text)
-    assert read_table(tmp_path / "program.json") == table
+    (tmp_path / "nodes.json").write_text(text)
+    assert read_table(tmp_path / "nodes.json") == table
     body = json.loads(text)
     assert body["columns"] == list(Row._fields)
     assert len(body["rows"]) == len(table.rows)
@@ -69,7 +69,7 @@ def test_placeholders_have_the_models_names_and_their_owners(build: fxpipe.Build
         p.names for p in build.plan.parameters
     }
     assert {row.text for row in table.rows if row.op == "input"} == {
-        leaf.name for leaf in build.plan.batch if leaf.tensor
+        leaf.name for leaf in build.plan.step.batch if leaf.tensor
     }
 
 
@@ -85,13 +85,13 @@ def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: Prog
     assert re.fullmatch(r"fold +\d+ → \d+ nodes", build.passes[0])
     assert loaded.costs.optimizer_bytes == build.costs.optimizer_bytes
     again = loaded.save(tmp_path / "again")
-    assert (tmp_path / "again" / "program.json").read_text() == (tmp_path / "build" / "program.json").read_text()
+    assert (tmp_path / "again" / "nodes.json").read_text() == (tmp_path / "build" / "nodes.json").read_text()
     assert again.nodes == table
 
 
 def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
     build.save(tmp_path)
-    for name in ("program.json", "profile.json", "passes.txt"):
+    for name in ("nodes.json", "profile.json", "passes.txt"):
         (tmp_path / name).unlink()
     loaded = fxpipe.load(tmp_path)
     assert loaded.passes == ()
@@ -109,13 +109,13 @@ def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "columns": [], "rows": []}', '{"format": 1}'])
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "program.json").write_text(text)
-    with pytest.raises(BuildError, match=r"program\.json cannot be read") as caught:
-        read_table(tmp_path / "program.json")
+    (tmp_path / "nodes.json").write_text(text)
+    with pytest.raises(BuildError, match=r"nodes\.json cannot be read") as caught:
+        read_table(tmp_path / "nodes.json")
     assert "compile again" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["program.json", "profile.json", "costs.json"])
+@pytest.mark.parametrize("name", ["nodes.json", "profile.json", "costs.json"])
 def test_a_broken_file_is_named(build: fxpipe.Build, tmp_path: Path, name: str) -> None:
     build.save(tmp_path)
     (tmp_path / name).write_text("{")

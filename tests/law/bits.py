@@ -8,8 +8,6 @@ They hold on one machine, with one version of torch; so none are kept in the rep
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,9 +15,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from digests import digest, of_plan, write_or_compare  # noqa: E402
+
 
 def digests(text: str) -> dict[str, str]:
-    """Of a case's emitted files, losses and metrics, trained weights and averages; or of the error that refuses it."""
+    """Of a case's plan, emitted files, losses, metrics, weights and averages; or of the error that refuses it."""
     import torch
     from case import of_text
     from product import compiled, run_here, runs_of
@@ -33,14 +33,15 @@ def digests(text: str) -> dict[str, str]:
             left = run_here(runs_of(case, Path(folder))[0])
         except FxpipeError as error:
             return {"refused": error.what}
-        code = [path.read_text() for path in sorted((Path(folder) / "build").glob("*.py"))]
+        build = Path(folder) / "build"
+        emitted = {"plan": of_plan(build)} | {f.name: digest(f.read_text()) for f in sorted(build.glob("*.py"))}
     weights = [
-        (name, hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+        (name, digest(value.reshape(-1).view(torch.uint8).numpy().tobytes()))
         for tensors in (left.weights, left.averages)
         for name, value in sorted(tensors.items())
     ]
-    found = {"code": code, "losses": left.losses, "lines": left.lines, "metrics": left.evaluation, "weights": weights}
-    return {what: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for what, value in found.items()}
+    trained = {"losses": left.losses, "lines": left.lines, "metrics": left.evaluation, "weights": weights}
+    return emitted | {what: digest(repr(value)) for what, value in trained.items()}
 
 
 def main() -> int:
@@ -48,18 +49,7 @@ def main() -> int:
     from choose import quick
 
     torch.set_num_threads(1)
-    verb, file = sys.argv[1], Path(sys.argv[2])
-    if verb == "write":
-        file.write_text(json.dumps({str(case): digests(str(case)) for case in quick()}, indent=1))
-        return 0
-    wrong = 0
-    for case, before in json.loads(file.read_text()).items():
-        now = digests(case)
-        if differs := [what for what in {**before, **now} if before.get(what) != now.get(what)]:
-            wrong += 1
-            print(f"{case}: {', '.join(differs)}", flush=True)
-    print(f"{wrong} cases differ")
-    return wrong > 0
+    return write_or_compare(map(str, quick()), digests)
 
 
 if __name__ == "__main__":

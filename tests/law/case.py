@@ -33,16 +33,19 @@ class Case:
         schedule: '*2' is with `virtual=2`; 'csv' a file, zb-v in which actions have changed places.
         replicas: 'two' of each worker, '2,1' (more of the first worker), '1,2' (more of the last one), 'shard' (two
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
+        attributes: vectors are of a class of their own, and the optimizer groups by it and by what hangs on them.
         rate: 'set' is constant, and a setting of the model file that the run gives (`--set`).
         precision: 'bf16' and 'fp16' under autocast; 'params' with `params="bf16"`, and 'params16' of a model that is in
             bfloat16; others of weights and batches.
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
         batches: 'plain' ones hold numbers that the loss is multiplied with, others in each batch, and what no step
             reads: names, more or fewer of them, and a tensor of any length.
+        state: what the loss reads and hooks change: a tensor, with each batch or by `on_step`; 'fixed' a number, which
+            no worker can get.
         stop: the run saves checkpoints, and another goes on from the one after so many steps. 0: neither.
         moved: the run that goes on does so under other cuts.
         processes: a worker in each, as torchrun starts them, with messages through shared memory or pretended
-            devices' memory, over gloo, or by NCCL's rules.
+            devices' memory, over gloo, or by NCCL's rules; 'mixed' are such memory and sums by NCCL's rules.
         own: trained call by call, by a loop of the user's own.
         device: of model and batches; 'pretended' is in a process that has it (see `pretended_device`).
     """
@@ -60,6 +63,7 @@ class Case:
                        slow=("xpipe", "2bw+predict", "pipeoptim", "lwp", "spectrain+ef", "spectrain+brake",
                              "stash+ef+brake"))  # fmt: skip
     optimizer: str = axis("momentum", "nesterov", "sgd", "adamw", "own", "two")
+    attributes: bool = axis(False, True)
     rate: str = axis("constant", "falling", "epoch", "set")
     clip: bool = axis(False, True)
     average: bool = axis(False, True)
@@ -70,9 +74,10 @@ class Case:
     evaluation: str = axis("none", "end", "often")
     shapes: str = axis("one", "last", "new", "padded")
     batches: str = axis("tensors", "plain")
+    state: str = axis("none", "data", "callback", slow=("fixed",))
     stop: int = axis(0, 2, 4)
     moved: bool = axis(False, True)
-    processes: str = axis("", "shared", "gloo", "nccl", "peer")
+    processes: str = axis("", "shared", "gloo", "nccl", "peer", slow=("mixed",))
     own: bool = axis(False, True)
     device: str = axis("cpu", slow=("pretended",))
 
@@ -80,6 +85,14 @@ class Case:
     def mixed(self) -> bool:
         """Whether the step computes with bfloat16 casts of float32 parameters."""
         return self.precision in ("params", "params16")
+
+    @property
+    def fades(self) -> bool:
+        """Whether hooks change what the loss reads.
+
+        Loops of one's own have no such hooks. In bfloat16 weights, a weaker loss is lost in rounding.
+        """
+        return self.state != "none" and not (self.own or self.mixed)
 
     @property
     def flushes(self) -> bool:

@@ -41,6 +41,7 @@ BY_HAND: dict[str, tuple[Any, ...]] = {name: values[:1] for name, values in AXES
     "policy": AXES["policy"],
     "optimizer": AXES["optimizer"],
     "rate": AXES["rate"],
+    "state": ("none", "data"),
 }
 """Where `papers` knows the rules: here, too, every pair meets."""
 
@@ -81,10 +82,12 @@ def exists(case: Case) -> bool:
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
     planned = case.unequal and case.schedule == "async" and copies
     own = case.own and not possible(case)
+    no_state = case.state != "none" and not case.fades
     moved = case.moved and not movable(case)
     elsewhere = case.device != "cpu" and (case.engine != "eager" or case.processes == "shared")
     impossible = (
         own
+        or no_state
         or moved
         or case.workers % several
         or padded

@@ -29,7 +29,8 @@ class Trained:
     """A model in training, with all that belongs to it."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        self.case, self.task, self.model = case, Task(case), model.float() if case.mixed else model
+        self.case, self.task = case, Task(case)
+        self.model = self.task.marked(model.float() if case.mixed else model)
         self.computes = _narrow(case, model) if case.mixed else model
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
@@ -50,13 +51,17 @@ class Trained:
             numbers: of the parts, among all replicas' microbatches.
         """
         losses, metrics = [], []
+        if self.case.fades and self.case.state == "data":
+            self.task.fade()
         if self.case.model == "lstm" and number % self.epoch == 0:
             forget(self.model)
         true = [p.detach().clone() for p in self.parameters]
         if self.case.policy == "xgrad":
             self._put([self._ahead(optimizer, group, p) for optimizer, group, p in self._trained()])
         if self.case.mixed:
-            self.computes.load_state_dict(self.model.state_dict())
+            narrow, wide = self.computes.state_dict(), self.model.state_dict()
+            for name, tensor in narrow.items():  # not load_state_dict: torch may swap parameters there, but no LSTM's
+                tensor.copy_(wide[name])
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         counts = [float(tokens(part)) if self.case.model == "texts" else 1.0 for part in parts]
@@ -88,6 +93,8 @@ class Trained:
         if self.case.rate == "falling" or (number + 1) % self.epoch == 0:
             for scheduler in self.schedulers:
                 scheduler.step()
+        if self.case.fades and self.case.state == "callback":
+            self.task.fade()
         return sum(losses)
 
     def _put(self, values: list[Tensor]) -> None:
@@ -270,13 +277,13 @@ def _sent(left_out: list[Tensor], place: int, moved: Tensor) -> Tensor:
 def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
     averages = dict(run.averaged.module.named_parameters()) if run.averaged is not None else {}
     found = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
-    metrics = {} if case.evaluation == "none" else evaluated(case, run.model)
+    metrics = {} if case.evaluation == "none" else evaluated(case, run.model, run.task)
     return Outcome(losses, found, {n: v.detach().cpu() for n, v in averages.items()}, [], metrics, run.metrics)
 
 
-def evaluated(case: Case, model: nn.Module) -> dict[str, float]:
+def evaluated(case: Case, model: nn.Module, task: Task) -> dict[str, float]:
     """The mean over samples of each metric, or over what `loss_weight` counts, without autocast."""
-    task, model = Task(case), (_narrow(case, model) if case.mixed else copy.deepcopy(model)).eval()
+    model = (_narrow(case, model) if case.mixed else copy.deepcopy(model)).eval()
     if case.model == "lstm":
         forget(model)
     with torch.no_grad():

@@ -61,10 +61,7 @@ def _in_tree(file: str) -> str:
 
 def copied(tree: Path) -> None:
     """The product as it is installed, in a folder."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "fxpipe", tree / "fxpipe", ignore=ignored)
-    for name, source in (("passes", "passes"), ("cli", "cli"), ("pages", "docs/errors")):
-        shutil.copytree(ROOT / source, tree / "fxpipe" / name, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "fxpipe", tree / "fxpipe", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def finder(fault: Fault, first: str | None, more: Sequence[str]) -> str | None:

@@ -94,6 +94,21 @@ class Kernel:
             self._over.set_exception(error)
 
 
+class QueuedStream(pretended_streams.Stream):
+    """A stream of peer memory, in the queues of kernels."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.of_copies = device is not None
+        self._stream = next(streams) if self.of_copies else COMPUTE
+
+    def launch(self, what: Callable[[], Any]) -> Kernel:
+        return Kernel(self._stream, what)
+
+    def synchronize(self) -> None:
+        if wait([self.launch(lambda: None)._over], PATIENCE).not_done:
+            _broken(STUCK)
+
+
 def compute(*kernels: Future[Any]) -> None:
     """Wait for these kernels on the compute stream, and for what its queue has before that."""
     over: Future[Any] = Future()
@@ -167,18 +182,6 @@ class Replicas:
         self._launched = 0
 
     def alltoall(self, taken: list[Tensor], given: list[Tensor]) -> Exchange:
-        return self._exchange(given, taken)
-
-    def broadcast(self, tensors: list[Tensor]) -> Exchange:
-        """Whose kernel is over on the first replica when the others have theirs; they answer with a byte."""
-        (data,) = tensors
-        one, none = data.new_zeros(1), data.new_zeros(0)
-        count = self._group.size()
-        if self._group.rank() == 0:
-            return self._exchange([data] * count, [none, *(one.clone() for _ in range(count - 1))])
-        return self._exchange([one, *[none] * (count - 1)], [data, *[none] * (count - 1)])
-
-    def _exchange(self, given: list[Tensor], taken: list[Tensor]) -> Exchange:
         self._launched += 1
         own, tag = self._group.rank(), 3 * self._launched
         work = []
@@ -222,11 +225,16 @@ def _broken(rule: str) -> None:
 
 
 def use(wires: str, fault: str = "") -> None:
-    """Have this process's messages go through 'shared' or 'peer' memory, over 'gloo' or 'nccl', or break its rules."""
-    os.environ[SWITCH] = str(int(wires in ("shared", "peer")))
-    if wires == "nccl":
+    """Have this process's messages go through 'shared' or 'peer' memory, over 'gloo' or 'nccl', or break its rules.
+
+    'mixed': messages go through peer memory, and sums of replicas over NCCL.
+    """
+    os.environ[SWITCH] = str(int(wires in ("shared", "peer", "mixed")))
+    if wires in ("nccl", "mixed"):
         _take_place()
-    if wires == "peer":
+    if wires == "mixed":
+        pretended_streams.Stream = QueuedStream  # type: ignore[misc]
+    if wires in ("peer", "mixed"):
         pretended_streams.set_up()
     plant(fault)
 
@@ -288,8 +296,7 @@ def _at_once() -> None:
     def launched(way: str) -> Callable[..., Any]:
         def launch(self: Any, data: Tensor) -> Kernel:
             group, place = self._communicator._group, self._communicator._place
-            notes = self._agreement._below or self._agreement._above
-            return getattr(group, way)([data], place, notes._tag)
+            return getattr(group, way)([data], place, self._agreement._tag)
 
         return launch
 
@@ -302,8 +309,8 @@ def _any_order() -> None:
     _late()
     agree = JointLaunch.__init__
 
-    def without_lock(self: Any, lock: Any, *given: Any) -> None:
-        agree(self, nullcontext(), *given)  # type: ignore[arg-type]
+    def without_lock(self: Any, lock: Any, *given: Any, **others: Any) -> None:
+        agree(self, nullcontext(), *given, **others)  # type: ignore[arg-type]
 
     JointLaunch.__init__ = without_lock  # type: ignore[method-assign]
 
@@ -343,9 +350,9 @@ def _other_place() -> None:
     begin = ReplicaProcess.begin
     late = os.environ.get("RANK") in ("1", "2")
 
-    def later(self: ReplicaProcess, worker: int, key: Any, run: Any, flat: Tensor, taken: bool = True) -> None:
-        if not (late and taken):
-            begin(self, worker, key, run, flat, taken)
+    def later(self: ReplicaProcess, worker: int, key: Any, run: Any, flat: Tensor) -> None:
+        if not late:
+            begin(self, worker, key, run, flat)
             return
 
         def take() -> Tensor:
@@ -373,6 +380,25 @@ def _sums_at_once() -> None:
     ReplicaProcess.__init__ = made  # type: ignore[method-assign]
 
 
+def _late_sums() -> None:
+    """Two of four processes launch their kernels of a sum later than the others."""
+    launch = ReplicaProcess._launch
+    late = os.environ.get("RANK") in ("1", "2")
+
+    def later(self: ReplicaProcess, *given: Any) -> Any:
+        time.sleep(late * random.random() / 5)
+        return launch(self, *given)
+
+    ReplicaProcess._launch = later  # type: ignore[method-assign]
+
+
+def _no_lock() -> None:
+    """Messages through peer memory have no place in the order of kernels: found in every second run or so."""
+    _late_sums()
+    connect = processes.connected
+    processes.connected = lambda *given: connect(*given[:-1])
+
+
 def _left_over() -> None:
     """At the end a process launches a receive that has no send."""
 
@@ -390,5 +416,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "from the CPU": _from_the_cpu,
     "other place": _other_place,
     "sums at once": _sums_at_once,
+    "late sums": _late_sums,
+    "no lock": _no_lock,
     "left over": _left_over,
 }

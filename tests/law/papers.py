@@ -317,11 +317,13 @@ def train(
     backward: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
     schedule: str = "async",
+    factors: Sequence[float] = (),
 ) -> list[float]:
     """Train a chain whose layer l is computed on worker forward[l] and owned, with its backward, by backward[l].
 
     Args:
         schedule: as `order` knows it.
+        factors: on the values of the first layer and on the loss, of each minibatch; 1 if there are none.
 
     Returns:
         The loss of each minibatch; `layers` have all versions.
@@ -333,7 +335,9 @@ def train(
         for j, part in enumerate(zip(*(side.chunk(count) for side in sides), strict=True))
     }
     keys = list(parts)
+    factors = factors or [1.0] * len(batches)
     values: dict[tuple[int, Part], Tensor] = {(-1, key): x for key, (x, _) in parts.items()}
+    slopes: dict[tuple[int, Part], Tensor] = {}
     pulls: dict[tuple[int, Part], Tensor] = {}
     entered: dict[Part, int] = {}
     losses: dict[Part, float] = {}
@@ -371,15 +375,16 @@ def train(
                     entered[key] = min(key[0], known[0][0])
                 for place in (p for p, worker in enumerate(forward) if worker == k):
                     layer = weights("F", key, k, place)
-                    values[place, key] = torch.tanh(values[place - 1, key] @ layer.weight.t() + layer.bias)
+                    y = torch.tanh(values[place - 1, key] @ layer.weight.t() + layer.bias)
+                    factor = 1.0 if place else factors[key[0]]
+                    values[place, key], slopes[place, key] = factor * y, factor * (1 - y * y)
                 if k == n - 1:
                     error = values[len(layers) - 1, key] - parts[key][1]
-                    losses[key] = float((error * error).mean())
-                    pulls[len(layers), key] = 2 * error / error.numel()
+                    losses[key] = factors[key[0]] * float((error * error).mean())
+                    pulls[len(layers), key] = factors[key[0]] * 2 * error / error.numel()
             else:
                 for place in reversed([p for p, worker in enumerate(backward) if worker == k]):
-                    layer, y = weights("B", key, k, place), values[place, key]
-                    pull = pulls[place + 1, key] * (1 - y * y)
+                    layer, pull = weights("B", key, k, place), pulls[place + 1, key] * slopes[place, key]
                     pulls[place, key] = pull @ layer.weight
                     sums[k].setdefault(place, []).append(Layer(pull.t() @ values[place - 1, key], pull.sum(0)))
                 if key[1] == count - 1:

@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import ToCpu
+from fxpipe.runtime.process import training_loop
 from fxpipe.runtime.wires import peer_memory, processes
 
 PATIENCE = 20
@@ -30,6 +33,7 @@ forgotten = ""
 
 _chance = random.Random(os.getpid())
 _failed: list[str] = []
+_counts: list[memoryview] = []
 
 
 def _shared(size: int, path: str = "") -> tuple[mmap.mmap, str]:
@@ -40,11 +44,14 @@ def _shared(size: int, path: str = "") -> tuple[mmap.mmap, str]:
     return mmap.mmap(number, size), path or f"/proc/{os.getpid()}/fd/{number}"
 
 
+clock = time.monotonic
+
+
 class Event:
     """In two numbers: how often it was recorded, and how often its stream has come to that."""
 
-    def __init__(self, interprocess: bool = False, path: str = "") -> None:
-        self.own = not path
+    def __init__(self, *, enable_timing: bool = False, path: str = "", **more: bool) -> None:
+        self.own, self._timed, self._at = not path, enable_timing, 0.0
         self._bytes, self._path = _shared(16, path)
         self._numbers = memoryview(self._bytes).cast("q")
 
@@ -55,14 +62,24 @@ class Event:
     def ipc_handle(self) -> bytes:
         return self._path.encode()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         self._numbers[0] += 1
         number = self._numbers[0]
 
         def come() -> None:
+            self._at = clock() if self._timed else 0.0
             self._numbers[1] = number
 
-        stream.launch(come)
+        (stream or current()).launch(come)
+
+    def query(self) -> bool:
+        return self._numbers[0] == self._numbers[1]
+
+    def synchronize(self) -> None:
+        self.then()()
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1000 * (later._at - self._at)
 
     def then(self) -> Callable[[], Any]:
         """Waits until its stream has come to the last record."""
@@ -114,18 +131,33 @@ def delay(stream: Stream) -> float:
 
 
 class Memory:
-    """Bytes of a device, of which parts are copied on the current stream.
+    """Bytes of a device, of which parts are copied on the current stream, after a number: who has opened them.
 
     Args:
         path: of what another process shares.
     """
 
     def __init__(self, size: int, path: str = "") -> None:
-        shared, self.path = _shared(size, path)
-        self.bytes = torch.frombuffer(shared, dtype=torch.uint8)
+        shared, self.path = _shared(8 + size, path)
+        self.bytes = torch.frombuffer(shared, dtype=torch.uint8, offset=8)
+        self._opened = memoryview(shared)[:8].cast("q")
+        if path:
+            self._opened[0] += 1
+            weakref.finalize(self, _let_go, self._opened).atexit = False
+        else:
+            _counts.append(self._opened)
 
     def __getitem__(self, place: slice) -> Part:
         return Part(self.bytes[place])
+
+
+def _let_go(opened: memoryview) -> None:
+    opened[0] -= 1
+
+
+def collect() -> None:
+    """As `torch.cuda.ipc_collect`, which can free no memory that another process has open."""
+    assert not any(opened[0] for opened in _counts), "another process has memory open that is to be freed"
 
 
 class Part:
@@ -172,16 +204,24 @@ def memory_of(size: int, device: Any) -> tuple[Memory, tuple[int, str]]:
     return memory, (size, memory.path)
 
 
+class LateToCpu(ToCpu):
+    """Of a loss, which is there only where it is waited for."""
+
+    here = False  # type: ignore[assignment]
+
+
 def set_up(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Have messages between processes of this run go through such devices' memory.
 
     Args:
         put: sets an attribute.
     """
-    for name, value in {"Event": Event, "Stream": Stream, "stream": on, "current_stream": current}.items():
+    names = {"Event": Event, "Stream": Stream, "stream": on, "current_stream": current, "ipc_collect": collect}
+    for name, value in names.items():
         put(torch.cuda, name, value)
     put(Tensor, "record_stream", lambda self, stream: stream.synchronize())
     put(peer_memory, "shared_memory", memory_of)
     put(peer_memory, "opened_memory", lambda opens, device: Memory(*opens))
     put(processes, "Sender", peer_memory.PeerSender)
     put(processes, "Receiver", peer_memory.PeerReceiver)
+    put(training_loop, "ToCpu", LateToCpu)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from warnings import catch_warnings
 import own
 import torch
 from case import STEPS, Case
-from fxpipe.cli.cost_options import CostOptions
-from fxpipe.cli.model_build import build_model
 from own_loops import worker_errors
 from random_cuts import legal_cuts, with_units
 from safetensors.torch import load_file
@@ -31,6 +29,8 @@ from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.cli.cost_options import CostOptions
+from fxpipe.cli.model_build import build_model
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.lowering import evaluation, minibatch_loss
@@ -48,6 +48,7 @@ SEED, CLIP, DECAY = 3, 0.5, 0.7
 OUTER_EVERY = 3
 SCALE, INTERVAL = 2.0**19, 2
 """The first loss scale, so great that steps overflow, and after how many good ones it doubles."""
+PLAIN, OF_UNITS = Case(), ("model", "precision", "batches", "device", "state", "own")
 FAST = Links(bandwidth=1e12)
 """Cuts that differ are worth their messages."""
 
@@ -72,9 +73,25 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def captured(model: Any, step: Any, batch: Any, **more: Any) -> Any:
+        if step.__self__.case.fades:  # the program has the value of a tensor that hooks have changed since
+            return capture(model, step, batch, **more)
+        compared = {name: value for name, value in more.items() if name != "hooks"}
         leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves(batch)]
         task: Task = step.__self__
-        key = (task.case.model, task.weighed, task.case.precision, task.device, step.__name__, str(leaves), str(more))
+        case = task.case
+        key = (
+            case.model,
+            case.attributes,
+            task.weighed,
+            case.precision,
+            case.shapes,
+            case.state,
+            case.own,
+            task.device,
+            step.__name__,
+            str(leaves),
+            str(compared),
+        )
         if key not in known:
             known[key] = capture(model, step, batch, **more)
         return known[key]
@@ -213,7 +230,7 @@ def _cuts(case: Case, moved: bool) -> dict[str, Any]:
     if case.cuts == "three-way":
         return {"cuts": "three-way", "links": FAST}
     if case.cuts == "random":
-        program = units_of(case.model, case.precision, case.parts, case.batch, case.batches, case.device)
+        program = units_of(replace(PLAIN, **{name: getattr(case, name) for name in OF_UNITS}), case.parts)
         return {"cuts": legal_cuts(program, case.workers, f"{case.model}/{case.workers}"), "split_backward": True}
     paths, (forward, backward) = MODELS[case.model].paths, places(case, moved)
     return {"forward_at": tuple(paths[a] for a in forward), "backward_at": tuple(paths[a] for a in backward)}
@@ -230,12 +247,13 @@ def places(case: Case, moved: bool = False) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def units_of(model: str, precision: str, parts: int, size: int, batches: str, device: str) -> Program:
+def units_of(case: Case, parts: int) -> Program:
     """The step on one microbatch, with the units that cuts are numbers of."""
-    task = Task(Case(model=model, precision=precision, batches=batches, device=device))
-    made = task.model()
+    task = Task(case)
+    made, hooks = task.model(), task.hooks()
+    hooks = {name: hooks[name] for name in ("loss", "train_data", "on_step") if name in hooks and case.fades}
     batch = split(task.train_data()[0], parts)[0]
-    return with_units(fxpipe.capture(made, task.loss, batch, **_computes(precision)), parts)
+    return with_units(fxpipe.capture(made, task.loss, batch, hooks=hooks, **_computes(case.precision)), parts)
 
 
 def _computes(precision: str) -> dict[str, Any]:

@@ -103,6 +103,21 @@ RULES = [
         ),
     ),
     Rule(
+        "a number that a hook changes",
+        "register_buffer",
+        lambda case: case.fades and case.state == "fixed",
+    ),
+    Rule(
+        "a tensor that a callback changes, without a flush and in one process, or while batches are read ahead",
+        "flush",
+        lambda case: case.fades and case.state == "callback" and (not case.flushes or case.shapes != "one"),
+    ),
+    Rule(
+        "a callback, and replicas that train separately",
+        "--outer",
+        lambda case: case.fades and case.state != "data" and case.replicas in APART_TRAINED,
+    ),
+    Rule(
         "more replicas of one worker, and copies of weights without a flush",
         "replicas",
         lambda case: case.unequal and _copies_without_a_flush(case),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import padded_texts
@@ -25,6 +26,12 @@ EPOCH = 3
 FACTOR = 0.5
 """Of learning rates, where runs set it; the model file has 1."""
 
+FADED = 0.8
+"""The factor on a loss that falls with every step."""
+
+GENTLE = 0.4
+"""The factor on the rates of some parameters."""
+
 LAYERS = 6
 WIDTHS = (4, 5)
 
@@ -37,9 +44,10 @@ class Chain(nn.Module):
         pairs = [(WIDTHS[k % 2], WIDTHS[(k + 1) % 2]) for k in range(LAYERS)]
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in pairs])
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+    def forward(self, x: Tensor, first: Any = None) -> Tensor:
+        """With a factor on the values of the first layer, whose backward reads it with later forwards on the way."""
+        for place, layer in enumerate(self.layers):
+            x = layer(x) if place or first is None else layer(x) * first
         return x
 
 
@@ -244,8 +252,39 @@ def two(named: list[Any]) -> list[Optimizer]:
     return [*made, *([AdamW(vectors, lr=0.01, eps=1e-3)] if vectors else [])]
 
 
+class Gentle(nn.Parameter):
+    """A parameter with a lower rate, if what hangs on it says so."""
+
+    kind: dict[str, bool]
+
+    @property
+    def factor(self) -> float:
+        return GENTLE if self.kind["slow"] else 1.0
+
+
+def gentle(optimizer: Optimizer) -> None:
+    """Put such parameters into a group of their own; one without any, too, so that workers have as many groups."""
+    (group,) = optimizer.param_groups
+    own = [p for p in group["params"] if isinstance(p, Gentle)]
+    group["params"] = [p for p in group["params"] if not isinstance(p, Gentle)]
+    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * (own[0].factor if own else GENTLE)})
+
+
 def falling(step: int) -> float:
     return 1 / (1 + 0.3 * step)
+
+
+class Fading(list[Any]):
+    """Batches that make the loss weaker as they are read."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.train_data())
+        self.task = task
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.task.fade()
+            yield batch
 
 
 class Task:
@@ -258,7 +297,14 @@ class Task:
         torch.manual_seed(0)
         with self.device:
             made = self.of.model()
-        return made if self.case.precision == "params" else made.to(self._dtype)
+        return self.marked(made if self.case.precision == "params" else made.to(self._dtype))
+
+    def marked(self, model: nn.Module) -> nn.Module:
+        """The model, with what hangs on its parameters; a deep copy of a model has lost it."""
+        for parameter in model.parameters() if self.case.attributes else ():
+            if parameter.ndim <= 1:
+                parameter.__class__, parameter.kind = Gentle, {"slow": True}
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -267,10 +313,29 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = opaque if self.weighed else self.of.loss
-        if self.case.batches == "tensors":
-            return loss(model, batch)
-        found, factor = loss(model, batch["given"]), batch["rise"] / 2 + batch["step"] ** 2
+        plain = self.case.batches == "plain"
+        given = batch["given"] if plain else batch
+        if self.case.fades and self.case.model == "chain":
+            found: Any = F.mse_loss(model(given[0], self.strength), given[1])
+        else:
+            found = loss(model, given)
+        factor = batch["rise"] / 2 + batch["step"] ** 2 if plain else 1
+        factor = factor * self.strength if self.case.fades else factor
+        if not (plain or self.case.fades):
+            return found
         return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
+
+    @functools.cached_property
+    def strength(self) -> Any:
+        """A factor on the loss, which hooks change."""
+        return 1.0 if self.case.state == "fixed" else torch.ones((), device=self.device)
+
+    def fade(self, *_: Any) -> None:
+        """What a hook does between steps."""
+        self.strength *= FADED
+
+    def fading_data(self) -> Fading:
+        return Fading(self)
 
     @property
     def weighed(self) -> bool:
@@ -310,6 +375,8 @@ class Task:
     def optimizer(self, named: list[Any], factor: float | None = None) -> Any:
         """With its rates times a factor; None: what the case's runs set."""
         made = OPTIMIZERS[self.case.optimizer](named)
+        for each in as_list(made) if self.case.attributes else ():
+            gentle(each)
         if factor is None:
             factor = FACTOR if self.case.rate == "set" else 1.0
         for group in (group for each in as_list(made) for group in each.param_groups):
@@ -355,6 +422,9 @@ class Task:
         if self.case.evaluation != "none":
             found |= {"eval_data": self.eval_data, "metrics": self.metrics}
             found |= {"metrics_of_all": self.metrics_of_all} if self.gathers else {}
+        if self.case.fades:
+            _ = self.strength
+            found |= {"train_data": self.fading_data} if self.case.state == "data" else {"on_step": self.fade}
         if self.case.shapes == "padded":
             found |= {"pad": padded_texts.PAD, "pad_to": 8}
         if self.weighed:

@@ -15,7 +15,7 @@ from fxpipe.codecs import codec as make
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.costs.codecs import codec_times
 from fxpipe.errors import CodecError
-from fxpipe.inspection.codecs import codec_facts, codec_text
+from fxpipe.inspection.sentences import codec_facts, codec_text
 from fxpipe.ir.program import Program
 from fxpipe.lowering.choose_codecs import encoded, ratios_of
 from fxpipe.lowering.new_shape import with_new_shape

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 from cached import lowered
-from fxpipe.passes.analysis.profile import profile_of
-from fxpipe.passes.cost import Cost
 from random_cuts import numbered
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipe_split
+from torch.distributed.pipelining._IR import annotate_split_points
 
 import fxpipe
 from fxpipe.errors import CutError, FxpipeError
 from fxpipe.ir.program import Program, info
 from fxpipe.lowering.choose_cuts import choose_cuts, lost_in_noise
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes.analysis.profile import profile_of
+from fxpipe.passes.cost import Cost
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.profile import read_profile_json
 
@@ -97,7 +101,7 @@ def test_a_cut_may_not_part_a_buffer_from_its_update() -> None:
 def test_options_that_do_not_exist() -> None:
     with pytest.raises(FxpipeError, match="no option 'worker', did you mean 'workers'"):
         lowered("function", worker=3)
-    with pytest.raises(CutError, match=r"'three_way' is not one of .*, did you mean 'three-way'"):
+    with pytest.raises(FxpipeError, match=r"'three_way' is not one of .*, did you mean 'three-way'"):
         CompileOptions(cuts="three_way").check()  # type: ignore[arg-type]
     with pytest.raises(CutError, match="chosen or pinned, not both"):
         CompileOptions(cuts="same", forward_at=("a",)).check()
@@ -120,3 +124,58 @@ def test_separate_cuts_must_gain_more_than_the_noise() -> None:
     assert found(spread=0.08) == ("same", f"{said} (16%)")
     assert found(doubt=0.84) == ("same", f"{said} (84%)")
     assert found(spread=3.0) == ("same", f"{said} (100%)")
+
+
+class Marked(nn.Module):
+    """Six layers, with marks of torch's pipeline before two of them; one has two, and views follow the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            for _ in range({2: 1, 4: 2}.get(number, 0)):
+                pipe_split()
+            x = layer(x.view(-1, 4)).tanh()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("workers", "cuts", "expected", "note"),
+    [
+        (3, "auto", ["layers.0", "layers.2", "layers.4"], "it is cut there"),
+        (3, "given", ["layers.0", "layers.2", "layers.4"], ""),
+        (2, "auto", None, "--cuts given -n 3 cuts it there"),
+        (3, "same", None, "--cuts given -n 3 cuts it there"),
+        (2, "given", "2 workers need 1 cuts, the model marks 2", ""),
+    ],
+)
+def test_marks_of_torchs_pipeline(workers: int, cuts: Any, expected: Any, note: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Marked(), torch.rand(4, 4)
+    options: Any = {"workers": workers, "microbatches": 2, "schedule": "1f1b", "cost": "analytic", "cuts": cuts}
+    if isinstance(expected, str):
+        with pytest.raises(CutError, match=expected):
+            fxpipe.compile(model, loss, batch, **options)
+        return
+    build = fxpipe.compile(model, loss, batch, **options)
+    assert [note in warning for warning in build.warnings if "pipe_split" in warning] == [True] * bool(note)
+    if expected:
+        position = [s.forward_units[0] for s in build.plan.stages]
+        assert [build.plan.step.units[p] for p in position] == expected
+        assert [s.backward_units[0] for s in build.plan.stages] == position
+    assert compare_with_eager(build, model, loss, batch).largest < 1e-5
+
+
+def test_marks_on_modules() -> None:
+    """torch marks a module by another forward, which calls `pipe_split` before or after the module's own."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    annotate_split_points(model, {"1": SplitPoint.BEGINNING, "2": SplitPoint.END})
+    build = fxpipe.compile(
+        model, lambda m, b: m(b).mean(), torch.rand(4, 4), workers=3, cuts="given", cost="analytic", microbatches=1
+    )
+    assert [build.plan.step.units[s.forward_units[0]] for s in build.plan.stages] == ["0", "1", "3"]

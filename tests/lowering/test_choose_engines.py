@@ -14,7 +14,7 @@ from small_models import CASES
 from torch import Tensor
 
 from fxpipe import engines as backends
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError
 from fxpipe.lowering import choose_engines as choose

@@ -108,7 +108,7 @@ def test_pinned_cuts_stay() -> None:
     build = made(schedule="auto", synchronous=True, microbatches=4, forward_at=["2"])
     assert {row.cuts for row in build.costs.schedules} == {"pinned"}
     first = build.plan.stages[1].forward_units[0]
-    assert build.plan.units[first].startswith("2")
+    assert build.plan.step.units[first].startswith("2")
 
 
 def test_memory_decides() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BuildError, VerifyError
-from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
+from fxpipe.inspection.sentences import evaluation_facts, evaluation_text
 from fxpipe.inspection.subject import read_subject
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Output, info

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import files
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fxpipe
-from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.errors import BuildError, FxpipeError, TaskError
 from fxpipe.lowering.fit import Fitted
+from fxpipe.plan.current import check_current
+from fxpipe.plan.lock import locked, run_lock
 
 OPTIONS: dict[str, Any] = {"steps": 6, "cost": "analytic", "threads": 1, "progress": False}
 
@@ -83,7 +90,7 @@ def test_a_smaller_last_batch_has_stages_of_its_own(tmp_path: Path) -> None:
     made = fxpipe.fit(model(), loss, loader, out=tmp_path, local=True, **{**OPTIONS, "steps": 12})
     assert made is not None
     assert made.summary["steps"] == 12
-    assert fxpipe.load(tmp_path / "build").plan.shapes
+    assert len(fxpipe.load(tmp_path / "build").plan.steps) > 1
 
 
 @pytest.mark.multiproc
@@ -93,6 +100,29 @@ def test_processes_train_the_same_bits(tmp_path: Path) -> None:
     assert processes.summary["evaluation"] == alone.summary["evaluation"]
     own, expected = processes.model.state_dict(), alone.model.state_dict()
     assert all(torch.equal(own[name], expected[name]) for name in expected)
+    assert fxpipe.load(tmp_path / "alone" / "build").plan.model_file is None, "nothing there can be unpickled"
+    build, written = tmp_path / "processes" / "build", tmp_path / "processes" / "fit" / "fitted_model.py"
+    plan = fxpipe.load(build).plan
+    check_current(plan, build)
+    written.write_text(written.read_text() + "extra = 1\n")
+    with pytest.raises(BuildError, match=r"the build is stale: since it was compiled, fitted_model.py: extra is new"):
+        check_current(plan, build)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_one_fewer_takes_over(tmp_path: Path) -> None:
+    """The workers' own compile meets the same model."""
+
+    def on_step(step: int, loss: float, run: Any) -> None:
+        time.sleep(0.01)
+        if step == 30 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made = fitted(tmp_path, on_step=on_step, on_loss="replan", checkpoint_every=5, steps=40)
+    assert made.summary["steps"] == 40
+    assert [move["gain"] for move in made.summary["moves"]] == [None]
+    assert len(made.summary["workers"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,18 +131,97 @@ def test_processes_train_the_same_bits(tmp_path: Path) -> None:
         ({"stepps": 3}, "no option 'stepps'"),
         ({"eval_data": iter([])}, "eval_data is a list_iterator, which gives its batches only once"),
         ({"metrics": None}, "only one of eval_data and metrics is given"),
+        (
+            {"steps": -1, "stall_timeout": "x"},
+            "steps=-1 is not a whole number of at least 1 or None; stall_timeout='x'",
+        ),
+        ({"workers": "2"}, "workers='2' is not a whole number"),
+        ({"local": "no"}, "local='no' is not True or False"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler is str, not a function"),
+        ({"build": "elsewhere"}, "no option 'build'"),
+        ({"settings": ["lr=1"]}, "no option 'settings'"),
+        ({"on_loss": "replan", "checkpoint_every": 2}, "--on-loss replan starts workers again"),
+        ({"local": False, "on_loss": "replan"}, "goes on from a checkpoint, and the run saves none"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     with pytest.raises(FxpipeError) as caught:
-        fitted(tmp_path, local=True, **changes)
+        fitted(tmp_path / "out", **{"local": True, **changes})
     assert what in caught.value.what
+    assert files(tmp_path) == {}
+
+
+def test_the_model_and_the_folder_are_looked_at(tmp_path: Path) -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).mean()
+
+    with pytest.raises(TaskError, match=r"the model is of type function, not a torch.nn.Module"):
+        fxpipe.fit(model, loss, batches(), out=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(FxpipeError, match="out=None is not a text"):
+        fxpipe.fit(model(), loss, batches(), out=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_folder_in_use_is_refused(local: bool, tmp_path: Path) -> None:
+    """Also through a link to it, and before the first batch is read."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    with locked(run_lock(tmp_path / "out"), tmp_path / "out", "out"):
+        before = files(tmp_path)
+        with pytest.raises(BuildError, match="link is being written by this process, in another call"):
+            fitted(tmp_path / "link", local=local)
+        assert files(tmp_path) == before
+
+
+SCRIPT = """
+import sys
+import torch
+import fxpipe
+
+try:
+    fxpipe.fit(torch.nn.Linear(4, 1), lambda net, x: net(x).sum(), [torch.ones(2, 4)], out=sys.argv[1], cost="analytic")
+except fxpipe.errors.FxpipeError as error:
+    print(type(error).__name__, error.what, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_all_processes_of_torchrun_learn_that_one_refuses(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with locked(run_lock(tmp_path / "out"), tmp_path / "out", "out"):
+        ended = subprocess.run([*torchrun, "fit.py", "out"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = sorted(line for line in ended.stdout.splitlines() if "Error" in line or "Refused" in line)
+    assert [line.split(" on ")[0] for line in said] == [
+        f"BuildError {tmp_path / 'out'} is being written by another process: {os.getpid()}",
+        "PeerRefused worker 0",
+    ], ended
+
+
+def test_a_hook_that_fits_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="is being written by this process, in another call"):
+        fitted(tmp_path, local=True, on_step=lambda step, loss, run: fitted(tmp_path, local=True))
+    assert fitted(tmp_path, local=True).summary["steps"] == 6
 
 
 def test_what_does_not_travel_is_named(tmp_path: Path) -> None:
     file = (tmp_path / "open").open("w")
     with file, pytest.raises(FxpipeError, match="on_step cannot be sent to the worker processes: PicklingError"):
         fitted(tmp_path / "out", on_step=lambda step, loss, run: file.write(f"{loss}"))
+    assert files(tmp_path) == {"open": b""}
+
+
+def test_an_error_leaves_an_earlier_fit_as_it_was(tmp_path: Path) -> None:
+    def bad(net: nn.Module, x: Tensor) -> Tensor:
+        raise OSError("no such thing")  # not one of writing the folder
+
+    (tmp_path / "fit").mkdir()
+    (tmp_path / "fit" / "model.pickle").write_text("earlier")
+    before = files(tmp_path)
+    with pytest.raises(FxpipeError, match="no such thing"):
+        fxpipe.fit(model(), bad, batches(), out=tmp_path, **OPTIONS)
+    assert files(tmp_path) == before
 
 
 def test_no_batch_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import BatchError, CaptureError, TaskError
+from fxpipe.lowering import compare_with_eager as compare_with_eager_module
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
+from fxpipe.stages.loaded import LoadedStage, load_stages
 
 WORKERS = 2
 Step = Callable[[nn.Module, Any], Tensor]
@@ -119,14 +122,14 @@ def test_verify_is_with_the_whole_batch() -> None:
     """With dropout as well: it drops nothing in both."""
     model = net(0.5)
     build = compiled(tokens, padded(), model=model)
-    assert [leaf.name for leaf in build.plan.made] == ["total.0"]
+    assert [leaf.name for leaf in build.plan.step.made] == ["total.0"]
     assert compare_with_eager(build, model, tokens, padded()).largest < 1e-5
     assert compare_with_eager(build, model, lambda m, b: 1.01 * tokens(m, b), padded()).largest > 1e-3
 
 
 def test_the_totals_are_a_file_of_the_build() -> None:
     build = compiled(tokens, padded())
-    assert build.plan.totals is not None
+    assert build.plan.step.totals is not None
     assert "def evaluate(weights, buffers, batch, comm):" in build.files["totals.py"]
     assert any(line.startswith("totals: fold") for line in build.passes)
     assert "totals.py" not in compiled(tokens, padded(), microbatches=1).files
@@ -208,7 +211,7 @@ def test_a_loss_over_pairs_is_refused_or_accepted() -> None:
     for cure in ("--microbatches 1", "loss_weight(batch)", "microbatch_dims", "--accept-microbatch-loss"):
         assert cure in str(caught.value.hint)
     build = compiled(contrastive, padded(), accept_microbatch_loss=True)
-    assert "multiplies samples with other samples" in build.plan.differs_from_whole
+    assert "multiplies samples with other samples" in build.plan.step.differs_from_whole
     assert compare_with_eager(build, net(), contrastive, padded()).largest < 1e-5
 
 
@@ -306,7 +309,7 @@ def normed() -> Normed:
 def test_batch_norm_sees_microbatches_and_the_loss_the_whole_batch(name: str) -> None:
     step, batches = STEPS[name], [padded(seed) for seed in range(4)]
     build = compiled(step, batches[0], model=normed())
-    assert (build.plan.batch_norm, build.plan.differs_from_whole) == ("norm", "")
+    assert (build.plan.batch_norm, build.plan.step.differs_from_whole) == ("norm", "")
     agreement = compare_with_eager(build, normed(), step, batches[0])
     assert agreement.largest < 1e-5
     assert set(agreement.buffers) >= {"norm.running_mean", "norm.num_batches_tracked"}
@@ -402,8 +405,21 @@ def test_a_tensor_as_large_as_the_whole_batch() -> None:
 
 def test_a_leaf_of_indices_into_the_batch() -> None:
     batch = torch.randn(6, 4, 6), torch.arange(5, -1, -1)
-    with pytest.raises(BatchError, match="on one of its 3 microbatches it fails: IndexError"):
+    with pytest.raises(BatchError, match=r"but not on its 3 microbatches: .*IndexError"):
         compiled(lambda m, b: m(b[0])[b[1]].square().mean(), batch, microbatch_dims=(0, 0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_program_that_fails_where_eager_does_not(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Expected X.is_contiguous()")
+
+    def loaded(*args: Any) -> list[LoadedStage]:
+        return [replace(stage, functions=dict.fromkeys(stage.functions, fails)) for stage in load_stages(*args)]
+
+    monkeypatch.setattr(compare_with_eager_module, "load_stages", loaded)
+    with pytest.raises(CaptureError, match="the program that was traced from it fails: RuntimeError: Expected X"):
+        compiled(lambda m, x: m(x).square().mean(), torch.randn(6, 4, 6), microbatches=microbatches)
 
 
 def test_a_step_that_eager_computes_otherwise(tmp_path: Path) -> None:
@@ -497,7 +513,7 @@ def test_where_the_batch_is_cut(name: str) -> None:
     step, batch, dims = CUT[name]
     count = 5 if len(batch) == 3 else 3
     build = compiled(step, batch, count)
-    assert [leaf.dim for leaf in build.plan.batch if leaf.name.startswith("batch")] == dims
+    assert [leaf.dim for leaf in build.plan.step.batch if leaf.name.startswith("batch")] == dims
     assert compare_with_eager(build, net(), step, batch).largest < 1e-5
     losses, _ = eager(step, [batch, batch])
     assert build.local(optimizer=sgd).run([batch, batch]) == pytest.approx(losses, rel=1e-5)
@@ -507,7 +523,7 @@ def test_where_the_batch_is_cut(name: str) -> None:
 def test_where_it_is_cut_can_be_said(dims: Any) -> None:
     step, batch, _ = CUT["time first"]
     build = compiled(step, batch, 3, microbatch_dims=dims)
-    assert [leaf.dim for leaf in build.plan.batch] == [1, 0]
+    assert [leaf.dim for leaf in build.plan.step.batch] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -551,9 +567,9 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "largest": lambda v, w: (v * w).max(),
 }
 COUNTS = st.sampled_from([2, 3, 6, 12])
-TERMS = st.lists(
-    st.tuples(*(st.sampled_from(sorted(part)) for part in (VALUES, MASKS, REDUCTIONS))), min_size=1, max_size=3
-)
+TERM = st.tuples(*(st.sampled_from(sorted(part)) for part in (VALUES, MASKS, REDUCTIONS)))
+# Weights around their mean add up to 0: divided by their sum, eager's own loss is infinite, or nothing but rounding.
+TERMS = st.lists(TERM.filter(lambda term: term[1:] != ("centred", "by weight")), min_size=1, max_size=3)
 
 
 def check_random(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
@@ -581,7 +597,7 @@ def test_random_losses(terms: list[tuple[str, str, str]], microbatches: int, see
 
 
 @pytest.mark.slow
-@searched(30, derandomize=False)
+@searched(30)
 @given(terms=TERMS, microbatches=COUNTS, seed=st.integers(0, 99))
 def test_many_random_losses(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
     check_random(terms, microbatches, seed)

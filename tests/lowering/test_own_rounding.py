@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import BatchError
-from fxpipe.lowering import minibatch_loss
-from fxpipe.lowering.agreement import FLOOR, LIMIT, Step, compare, worst_agreement
+from fxpipe.lowering.agreement import Step, agreement_of, worst_agreement
 from fxpipe.lowering.compare_with_eager import SumOfMicrobatches, compare_with_eager
 from fxpipe.lowering.own_rounding import THE_LOSS, Exact, in_float64, rounding_text, without_rounding
+from fxpipe.stages.compare import EXACT, FLOOR
 
 
 def step(loss: float = 1.0, **gradients: list[float]) -> Step:
@@ -28,8 +28,8 @@ def step(loss: float = 1.0, **gradients: list[float]) -> Step:
 
 
 def errors(found: Step, eager: Step, true: Step | None) -> dict[str, float]:
-    agreement = without_rounding(compare(found, eager), found, eager, LIMIT, FLOOR, lambda: true and Exact(true))
-    return {n: e for n, e in {THE_LOSS: agreement.loss, **agreement.gradients}.items() if e > LIMIT}
+    agreement = without_rounding(agreement_of(found, eager), found, eager, EXACT, FLOOR, lambda: true and Exact(true))
+    return {n: e for n, e in {THE_LOSS: agreement.loss, **agreement.gradients}.items() if e > EXACT}
 
 
 BIG = [100.0, 100.0]
@@ -100,8 +100,8 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_reason_to_refuse() -> No
     (note,) = [w for w in build.warnings if "rounding" in w]
     assert "the gradient of second.bias" in note
     agreement = compare_with_eager(build, model, loss, batch())
-    assert agreement.largest <= LIMIT
-    assert agreement.rounding["second.bias"] > LIMIT
+    assert agreement.largest <= EXACT
+    assert agreement.rounding["second.bias"] > EXACT
     assert "second.bias" in rounding_text(worst_agreement([agreement]))
     assert model.second.bias.dtype == torch.float32
 
@@ -125,7 +125,7 @@ def test_a_wrong_gradient_is_refused_where_another_is_rounding(monkeypatch: pyte
     def wrong(self: SumOfMicrobatches, name: str, value: Tensor) -> None:
         add(self, name, 1.001 * value if name == "first.weight" else value)
 
-    monkeypatch.setattr(minibatch_loss.SumOfMicrobatches, "add_gradient", wrong)
+    monkeypatch.setattr(SumOfMicrobatches, "add_gradient", wrong)
     with pytest.raises(BatchError, match=r"the gradient of first\.weight differs by"):
         fxpipe.compile(Cancels(), loss, batch(), **ASKED)
 
@@ -190,7 +190,7 @@ def test_rounding_to_16_bits_is_no_fault_and_hides_none(way: str) -> None:
     model, loss, batch, options = narrow(way)
     build = fxpipe.compile(model, loss, batch, **options)
     agreement = compare_with_eager(build, model, loss, batch)
-    assert agreement.largest <= LIMIT
+    assert agreement.largest <= EXACT
     assert agreement.rounding
     scaled = {
         name: text.replace("aten.tanh_backward.default(", "1.01 * aten.tanh_backward.default(", 1)
@@ -198,7 +198,7 @@ def test_rounding_to_16_bits_is_no_fault_and_hides_none(way: str) -> None:
     }
     assert scaled != build.files
     agreement = compare_with_eager(dataclasses.replace(build, files=scaled), model, loss, batch)
-    assert agreement.worst[1] > LIMIT, "a fault of 1%, which is less than bfloat16's rounding of some gradients"
+    assert agreement.worst[1] > EXACT, "a fault of 1%, which is less than bfloat16's rounding of some gradients"
     assert "in float64, where nothing is rounded" in agreement.cause
 
 
@@ -220,10 +220,10 @@ def test_dropout_that_backward_draws_again_is_compared_without_draws() -> None:
     for microbatches in (1, 2):
         build = fxpipe.compile(model, loss, batch, **{**ASKED, "microbatches": microbatches})
         agreement = compare_with_eager(build, model, loss, batch)
-        assert agreement.largest <= LIMIT
+        assert agreement.largest <= EXACT
         assert "preserve_rng_state=False" in agreement.notes[0]
         wrong = {
             name: text.replace("aten.tanh_backward.default(", "aten.sigmoid_backward.default(")
             for name, text in build.files.items()
         }
-        assert compare_with_eager(dataclasses.replace(build, files=wrong), model, loss, batch).largest > LIMIT
+        assert compare_with_eager(dataclasses.replace(build, files=wrong), model, loss, batch).largest > EXACT

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 
 SAMPLES, CLASSES = 8, 5

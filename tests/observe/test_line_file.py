@@ -1,14 +1,17 @@
-"""Lines beside those of an earlier run, and on from those of an interrupted one."""
+"""Lines are whole or lost, also on a disk that is full."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fxpipe.observe.line_file import LineFile, partial_lines
+from fxpipe.observe.line_file import LineFile
 from fxpipe.typed_json import parse_lines
 
 
@@ -30,11 +33,7 @@ def test_a_new_file_is_there_at_once(path: Path) -> None:
     file = LineFile(path)
     write(file, 1)
     assert path.read_text() == lines(1, run=2)
-    file.take_place()
-    write(file, 2)
     file.close()
-    assert path.read_text() == lines(1, 2, run=2)
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_lines_that_are_no_json_are_left_out() -> None:
@@ -45,84 +44,94 @@ def test_lines_that_are_no_json_are_left_out() -> None:
     assert [row for _, row in found] == [json.loads(line) for line in good]
 
 
-def test_an_earlier_file_stays_until_the_run_has_ended(path: Path) -> None:
-    path.write_text(lines(1, 2, 3))
-    file = LineFile(path)
-    write(file, 1)
-    assert path.read_text() == lines(1, 2, 3)
-    assert partial_lines(path).read_text() == lines(1, run=2)
-    file.take_place()
-    write(file, 2)
-    file.close()
-    assert path.read_text() == lines(1, 2, run=2)
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_an_earlier_file_stays_if_the_run_does_not_end(path: Path) -> None:
-    path.write_text(lines(1, 2, 3))
-    file = LineFile(path)
-    write(file, 1)
-    file.close()
-    assert path.read_text() == lines(1, 2, 3)
-    assert partial_lines(path).read_text() == lines(1, run=2)
-    LineFile(path).close()
-    assert list(path.parent.iterdir()) == [path], "a run without a line leaves none"
-
-
-def test_a_run_goes_on_where_it_was_interrupted(path: Path) -> None:
-    path.write_text(lines(1, 2, 3, 3, 4, 5) + '{"step": 6, "ru')
-    kept: list[dict[str, Any]] = []
-    file = LineFile(path, continue_after=3, kept=kept.append)
-    assert path.read_text() == lines(1, 2, 3, 3)
-    write(file, 4, 5)
-    file.take_place()
-    file.close()
-    assert path.read_text() == lines(1, 2, 3, 3) + lines(4, 5, run=2)
-    assert [row["step"] for row in kept] == [1, 2, 3, 3]
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_run_that_goes_on_leaves_the_file_of_one_that_has_ended(path: Path) -> None:
-    path.write_text(lines(1, 2, 3))
-    file = LineFile(path, continue_after=2, in_place=False)
+def test_lines_follow_those_that_are_there(path: Path) -> None:
+    path.write_text(lines(1, 2))
+    file = LineFile(path, anew=False)
     write(file, 3)
-    assert path.read_text() == lines(1, 2, 3)
-    file.take_place()
     file.close()
     assert path.read_text() == lines(1, 2) + lines(3, run=2)
+    LineFile(path).close()
+    assert list(path.parent.iterdir()) == [], "a run without a line leaves none"
 
 
-@pytest.mark.parametrize(("partial", "after", "expected"), [((1, 2), 4, 1), ((1, 2, 3, 4, 5), 4, 2), ((1, 2), 2, 2)])
-def test_it_goes_on_with_the_lines_of_the_run_that_came_so_far(
-    path: Path, partial: tuple[int, ...], after: int, expected: int
+class FullDisk:
+    """Takes `room` bytes, then none until there is more room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, code: int = errno.ENOSPC) -> None:
+        self.room, self.code = room, code
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(self.code, os.strerror(self.code))
+        count = self._write(descriptor, data[: self.room])
+        self.room -= count
+        return count
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EPIPE])
+def test_what_a_full_disk_refuses_is_lost_as_a_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """Beside an ended or interrupted run, another was started and interrupted: which of them does go on?"""
-    path.write_text(lines(1, 2, 3, 4))
-    partial_lines(path).write_text(lines(*partial, run=2))
-    file = LineFile(path, continue_after=after)
-    write(file, after + 1, run=3)
-    file.take_place()
+    file = LineFile(path)
+    disk = FullDisk(monkeypatch, len(lines(1)) + 3, code)
+    write(file, 1, 2, 3)
+    disk.room = 1000
+    write(file, 4)
+    disk.room = 0
+    write(file, 5)
     file.close()
-    assert path.read_text() == lines(*range(1, after + 1), run=expected) + lines(after + 1, run=3)
+    assert path.read_text() == lines(1, 4, run=2)
+    assert file.lost == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} cannot be written: {os.strerror(code)}; training goes on, and lines are lost" in line
 
 
-@pytest.mark.parametrize("there", ["file", "partial file"])
-def test_from_another_folder_it_takes_no_lines_of_this_ones_run(path: Path, there: str) -> None:
-    """Both have as many lines: which run's they are, only the folder says."""
-    earlier = path.parent / "earlier" / path.name
-    earlier.parent.mkdir()
-    earlier.write_text(lines(1, 2, 3, run=5))
-    (path if there == "file" else partial_lines(path)).write_text(lines(1, 2, 3, 4))
-    file = LineFile(path, continue_after=2, earlier=earlier)
-    write(file, 3)
-    file.take_place()
+def test_nothing_is_said_where_all_is_well(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = LineFile(path)
+    write(file, 1)
+    file.sync()
     file.close()
-    assert path.read_text() == lines(1, 2, run=5) + lines(3, run=2)
-    assert earlier.read_text() == lines(1, 2, 3, run=5)
-
-
-def test_in_another_folder_it_begins_where_it_goes_on(path: Path) -> None:
-    file = LineFile(path, continue_after=7)
-    write(file, 8)
     file.close()
-    assert path.read_text() == lines(8, run=2)
+    assert file.lost == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_deleted_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    file = LineFile(tmp_path / "out" / "metrics.jsonl")
+    write(file, 1)
+    shutil.rmtree(tmp_path / "out")
+    write(file, 2)
+    file.close()
+    assert capsys.readouterr().err.count("was deleted during the run: its lines are lost") == 1
+
+
+def test_a_closed_stderr_ends_no_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LineFile(path)
+    FullDisk(monkeypatch, 0)
+    with open(os.devnull, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+    write(file, 1)
+    assert file.lost == 1
+
+
+def test_a_thread_syncs_while_another_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # so that it syncs often
+    file = LineFile(path)
+    over = threading.Event()
+
+    def sync() -> None:
+        while not over.is_set():
+            file.sync()
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    try:
+        write(file, *range(5000))
+    finally:
+        over.set()
+        thread.join()
+    file.close()
+    assert path.read_text() == lines(*range(5000), run=2)

@@ -9,27 +9,27 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from fxpipe.observe import progress as progress_module
-from fxpipe.observe.live import Board, Looker, WorkerState
+from fxpipe.observe.live import Live, WorkerState
 from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
-from fxpipe.observe.pulse import Phase, Pulse, Signs, Status, StorePulses
+from fxpipe.observe.pulse import Phase, PostedPulses, Pulse, Signs, Status
 from fxpipe.observe.starting import starting_text
 from fxpipe.observe.watch import Watch
+from fxpipe.runtime.wires.board import DictBoard
 
 RATES = {"samples_per_second": 64.0, "tokens_per_second": 4096.0, "tflops_per_device": 0.125, "mfu": 0.4}
 
 
-def steady(*states: WorkerState) -> Board:
-    """A board of workers that always do the same, an hour later at every look."""
+def steady(*states: WorkerState) -> Live:
+    """Workers that always do the same, an hour later at every look."""
     hours = itertools.count(3600 * 10**9, 3600 * 10**9)
 
     def read() -> list[Status]:
         now = next(hours)
         return [Status(now, round(s.busy * now), round(s.waiting * now), s.in_flight) for s in states]
 
-    return Board(read)
+    return Live(read)
 
 
 def rendered(thing: Any, width: int = 80) -> str:
@@ -46,17 +46,17 @@ def test_shares_are_of_the_time_since_the_last_look() -> None:
         [Status(200, 60, 90, 3), Status(100, 100, 0, 2)],
         [],
     ])  # fmt: skip
-    looker = Looker(Board(lambda: next(told)))
-    assert looker.look() == [
+    workers = Live(lambda: next(told), period=0.0)
+    assert workers.look() == [
         WorkerState(0.5, 0.1, 1),
         WorkerState(1.0, 0.0, 2),
     ]
     # Worker 1 has not said anything since: what it said last still stands.
-    assert looker.look() == [
+    assert workers.look() == [
         WorkerState(0.1, 0.8, 3),
         WorkerState(1.0, 0.0, 2),
     ]
-    assert looker.look() == []
+    assert workers.look() == []
 
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +121,20 @@ def test_time_left(seconds: float, text: str) -> None:
     assert _clock(seconds) == text
 
 
-def test_the_board_is_what_the_pulses_say() -> None:
-    store = StorePulses(dist.HashStore(), 2)
-    board = Board(lambda: [signs.status for signs in store.read()])
-    assert Looker(board).look() == [], "nobody has said anything"
+def test_workers_do_what_their_pulses_say() -> None:
+    store = PostedPulses(DictBoard(), 2)
+
+    def read() -> list[Status]:
+        return [signs.status for signs in store.read()]
+
+    assert Live(read).look() == [], "nobody has said anything"
     watch, pulse = Watch(), Pulse()
     pulse.follow([watch])
     store.put(0, pulse.numbers)
     watch.open("F")
     pulse.after_beat.append(lambda: store.put(1, pulse.numbers))
     pulse.beat()
-    first, second = board.read()
+    first, second = read()
     assert first == Status(0, 0, 0, 0)
     assert 0 < second.busy <= second.now
 

@@ -42,8 +42,8 @@ def calls() -> Calls:
     return Kept.calls
 
 
-def train(loggers: list[Logger], **more: Any) -> Record:
-    record = Record(None, 4, 3, None, loggers, **more)
+def train(loggers: list[Logger], *work: Any) -> Record:
+    record = Record(None, lambda minibatch: Work(4, *work), 3, None, loggers)
     record.step(RecordedStep(0, 2.5, 0.1, None, {"accuracy": 0.25}))
     record.evaluated(1, {"accuracy": 0.5}, 0.0)
     record.step(RecordedStep(1, math.inf))
@@ -52,7 +52,7 @@ def train(loggers: list[Logger], **more: Any) -> Record:
 
 
 def test_all_of_a_runs_numbers_come_under_one_kind_of_name(calls: Calls) -> None:
-    train(open_loggers(["kept"], LoggedRun()), work_of=lambda minibatch: Work(4, 64, 2e12, 1.0))
+    train(open_loggers(["kept"], LoggedRun()), 64, 2e12, 1.0)
     (one, first), (after, evaluation), (two, second) = calls
     rates = {f"train/{n}" for n in ("samples_per_second", "tokens_per_second", "tflops_per_device", "mfu")}
     assert (one, after, two) == (1, 1, 2)
@@ -67,7 +67,7 @@ def test_all_of_a_runs_numbers_come_under_one_kind_of_name(calls: Calls) -> None
 def test_one_that_breaks_ends_no_run_and_no_other(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     record = train(open_loggers(["kept=1", "kept"], LoggedRun()))
     assert [step for step, _ in calls] == [1, 1, 2]
-    assert record.problems == [{"file": "kept", "late": 0, "lost": 3}]
+    assert record.problems == [{"file": "kept", "lost": 3}]
     assert capsys.readouterr().err == "warning: --log kept gets no numbers from step 1 on: the server is gone\n"
     assert Kept.closed == ["1", None]
 

@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from fxpipe.observe import pulse as pulse_module
-from fxpipe.observe.pulse import Pulse, PulseFile, Signs, StorePulses
+from fxpipe.observe.pulse import PostedPulses, Pulse, PulseFile, Signs
 from fxpipe.observe.watch import Cause, Watch
+from fxpipe.runtime.wires.board import StoreBoard
 from fxpipe.schedule.action import Action
 
 
@@ -98,4 +99,4 @@ def test_a_store_that_is_gone_says_nothing() -> None:
             raise dist.DistNetworkError("gone")
 
     gone: Any = Gone()
-    assert StorePulses(gone, 2).read() == []
+    assert PostedPulses(StoreBoard(gone), 2).read() == []

@@ -15,7 +15,7 @@ from fxpipe.planner.device import INFINITE, Device, at_peak
 
 def plan(flops: dict[str, float], tokens: int = 0) -> Any:
     leaf = LeafSpec("x", TensorSpec((3, 16), (16, 1), "int64"), dim=0)
-    return SimpleNamespace(given=(leaf,), microbatches=4, flops=flops, tokens=tokens)
+    return SimpleNamespace(step=SimpleNamespace(given=(leaf,), flops=flops, tokens=tokens), microbatches=4)
 
 
 def peak(flops: Any) -> Device:

@@ -13,6 +13,7 @@ import pytest
 
 from fxpipe.errors import RunError
 from fxpipe.observe.run_folder import SPANS, read_run
+from fxpipe.observe.run_json import RunJson
 from fxpipe.observe.trace.writer import TraceWriter
 
 DIGEST = "0123456789abcdef"
@@ -84,6 +85,24 @@ def test_a_whole_run(run: Path) -> None:
         [0, "B", 0, 0, 3e-7, 9e-7],
     ]
     json.dumps(found, allow_nan=False)
+
+
+def test_the_format_that_was_written_first(tmp_path: Path) -> None:
+    """A run of an earlier fxpipe is read without a problem, and what is written has the same fields."""
+    text = Path(__file__).with_name("golden").joinpath("run-of-format-1.json").read_text()
+    body = json.loads(text) | {"trace": None}
+    (tmp_path / "run.json").write_text(json.dumps(body))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1}) + "\n" for i in range(12)))
+    found = read_run(tmp_path, body["build"]["digest"])
+    assert found["problems"] == []
+    assert {name: found[name] for name in body} == body
+    assert RunJson.of(body).to_json() == body | {"losses": []}
+
+
+def test_what_an_earlier_fxpipe_did_not_write(tmp_path: Path) -> None:
+    run = RunJson.of({"steps": 1, "seed": 7, "workers": [{"rank": 1}]})
+    assert (run.options, run.workers[0].spent, run.time_losses) == ({"seed": 7}, {}, [])
+    assert not {"evaluation", "best", "mfu"} & run.to_json().keys()
 
 
 def test_a_run_of_another_build_is_refused(run: Path) -> None:

@@ -250,6 +250,9 @@ def batch_norm_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, v: Tensor, t
 
 NORMED = (seeded(3, 4, 5, 6), seeded(4), seeded(4, seed=1), seeded(4, seed=2), seeded(4, seed=3).abs())
 case("batch norm running", lambda *a: batch_norm(*a, True, 0.1, 1e-5), *NORMED)
+updated = aten._batch_norm_with_update_functional.default
+case("batch norm updating", lambda *a: [r for i, r in enumerate(updated(*a, 0.1, 1e-5)) if i != 3], *NORMED)
+case("batch norm alone", lambda *a: aten._native_batch_norm_legit.no_stats(*a, True, 0.1, 1e-5), *NORMED[:3])
 case("batch norm evaluating", lambda *a: batch_norm(*a, False, 0.1, 1e-5), *NORMED)
 NORM_GRAD = (seeded(3, 4, 5, 6, seed=4), *NORMED[:2], *NORMED[3:])
 case("batch norm backward", lambda *a: batch_norm_backward(*a, True), *NORM_GRAD)

@@ -32,7 +32,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Muon, NA
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from fxpipe.errors import TaskError
-from fxpipe.optimizer.per_worker import MOST, check_per_worker, compare
+from fxpipe.optimizer.per_worker import MOST, check_per_worker, largest_difference
 from fxpipe.optimizer.play import LOUD, Played
 from fxpipe.plan.spec import Plan, TensorSpec
 from fxpipe.random_state import seed_everything
@@ -152,7 +152,7 @@ def test_a_step_with_hooks_is_not_known() -> None:
         lambda o: LambdaLR(o, lambda update: 1 / (1 + update)),
         lambda o: LambdaLR(o, [lambda update: 0.5**update, lambda update: 1.0]),
         lambda o: OneCycleLR(o, 0.4, total_steps=4),
-        ReduceLROnPlateau,
+        lambda o: (ReduceLROnPlateau(o), "loss"),
         lambda o: 1 / 0,
     ],
 )
@@ -376,14 +376,16 @@ def played(*steps: list[float]) -> Played:
 
 def test_differences_are_relative_to_the_way_gone() -> None:
     zero = [0.0, 0.0]
-    assert compare(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.0]))[0] == 0
-    assert compare(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.5]))[0] == pytest.approx(0.1)
-    assert compare(played(zero, [3.0, 4.0], zero), played(zero, [3.0, 4.0], [1.0, 0.0]))[0] == pytest.approx(0.1)
-    assert compare(played(zero, zero), played(zero, [1.0, 0.0]))[0] > 1e6
-    assert compare(played([1.0, 1.0], [1.0, 1.0]), played([1.0, 1.0], [1.0, 1.0 + 2e-16]))[0] == 0
-    same = compare(played(zero, [math.nan, 1.0]), played(zero, [math.nan, 1.0]))
+    assert largest_difference(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.0]))[0] == 0
+    assert largest_difference(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.5]))[0] == pytest.approx(0.1)
+    assert largest_difference(played(zero, [3.0, 4.0], zero), played(zero, [3.0, 4.0], [1.0, 0.0]))[0] == pytest.approx(
+        0.1
+    )
+    assert largest_difference(played(zero, zero), played(zero, [1.0, 0.0]))[0] > 1e6
+    assert largest_difference(played([1.0, 1.0], [1.0, 1.0]), played([1.0, 1.0], [1.0, 1.0 + 2e-16]))[0] == 0
+    same = largest_difference(played(zero, [math.nan, 1.0]), played(zero, [math.nan, 1.0]))
     assert same[0] == 0
-    assert compare(played(zero, [math.nan, 1.0]), played(zero, [0.0, 1.0]))[0] == math.inf
+    assert largest_difference(played(zero, [math.nan, 1.0]), played(zero, [0.0, 1.0]))[0] == math.inf
 
 
 def test_gradients_are_even_first_and_loud_later() -> None:

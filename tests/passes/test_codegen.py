@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.tracing.torch_versions import standing
 

@@ -9,13 +9,7 @@ import pytest
 import torch
 import towers
 from cached import captured, cuts, lowered
-from fxpipe.passes import default_passes, wiring_passes
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.rematerialize import Rematerialize
-from fxpipe.passes.units import Units
-from program_text import placed
+from program_text import emitted, placed
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import Tensor, nn
@@ -23,12 +17,18 @@ from torch.nn import functional as F
 from two_layers import two_layers
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import CutError, VerifyError
 from fxpipe.ir import wire
 from fxpipe.ir.law import verify
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes import wiring_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.rematerialize import Rematerialize
+from fxpipe.passes.units import Units
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule import of_plan
@@ -77,6 +77,37 @@ def functions(source: str) -> list[list[str]]:
     return [[line.split("  #")[0].strip() for line in part.strip().splitlines()[1:]] for part in parts]
 
 
+class Deviation(nn.Module):
+    """The gradient of the loss, expanded, makes that of a parameter alone, and that of the layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.first(x), self.scale.exp()
+        return x * scale + scale.expand_as(x)
+
+
+def test_an_expanded_gradient_serves_weights_and_others() -> None:
+    """It was marked as if it made only weight gradients, because its first reader does."""
+
+    def summed(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum()
+
+    torch.manual_seed(0)
+    model, batch = Deviation(), torch.rand(3, 2)
+    found = fxpipe.lower(
+        fxpipe.capture(model, summed, batch),
+        workers=2,
+        microbatches=1,
+        schedule="1f1b",
+        cost="analytic",
+        cuts=Cuts((0, 1, 4), (0, 2, 4)),
+    )
+    assert compare_with_eager(found, model, summed, batch).largest == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_where_values_pass_between_all_neighbours_there_is_no_token(name: str) -> None:
     assert not tokens(lowered(name, workers=3, **cuts(captured(name)[0], 3, 0)).plan)
@@ -121,7 +152,7 @@ def test_a_token_leaves_as_soon_as_its_sender_is_in_step() -> None:
 
 def test_a_wired_program_without_its_tokens_breaks_the_law() -> None:
     count = len(numbered("function").units)
-    program = run_passes(captured("function")[2], default_passes(Cuts((0, 5, count), (0, 0, count))))
+    program = emitted(captured("function")[2], Cuts((0, 5, count), (0, 0, count)))
     verify(program)
     node = next(n for n in program if n.name.startswith("pace_B_1_0"))
     assert node.name == "pace_B_1_0"

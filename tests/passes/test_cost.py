@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 from two_layers import two_layers
 
 from fxpipe.ir.program import info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 
 
 def test_seconds_are_computed_or_those_measured() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from cached import captured, lowered
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.cut import Cut
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 
 from fxpipe.errors import CutError
 from fxpipe.ir.program import info
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.cut import Cut
 from fxpipe.planner.cuts import Cuts
 
 

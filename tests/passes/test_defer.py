@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import torch
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.defer import Defer
-from fxpipe.passes.split import Split
 from program_text import placed
 from torch import nn
 from two_layers import two_layers
@@ -13,6 +10,9 @@ from two_layers import two_layers
 import fxpipe
 from fxpipe.ir.program import info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.defer import Defer
+from fxpipe.passes.split import Split
 
 
 def test_what_makes_weight_gradients_alone_comes_last() -> None:

@@ -8,11 +8,6 @@ from collections.abc import Mapping
 import pytest
 import torch
 from cached import lowered
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.cut import Cut
-from fxpipe.passes.encode import Encode
-from fxpipe.passes.rematerialize import Rematerialize
 from program_text import placed, text
 from random_cuts import numbered, random_cuts
 from torch import Tensor, nn
@@ -27,6 +22,11 @@ from fxpipe.ir.program import Program, info, size_of, value
 from fxpipe.ir.transform import run_passes
 from fxpipe.ir.wire import is_pack, is_recv, is_send, is_unpack, variable
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.cut import Cut
+from fxpipe.passes.encode import Encode
+from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.planner.cuts import Cuts
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fxpipe.passes.fold import _forget_seeds
 from torch import fx
 
 from fxpipe.ir.program import INFO, NodeInfo
+from fxpipe.passes.fold import _forget_seeds
 
 aten = torch.ops.aten
 

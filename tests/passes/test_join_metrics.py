@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fxpipe.passes import front_passes
-from fxpipe.passes.analysis.metric_nodes import metric_nodes, without_metrics
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.join_metrics import JoinMetrics
 from torch import Tensor, nn
 
 from fxpipe.ir.program import Output, Program, info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes import front_passes
+from fxpipe.passes.analysis.metric_nodes import metric_nodes, without_metrics
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.tracing.capture import capture
 
 

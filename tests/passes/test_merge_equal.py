@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.merge_equal import MergeEqual
 from torch import nn
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.task.hooks import Metrics
 from fxpipe.tracing.capture import capture_evaluation
 

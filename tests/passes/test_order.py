@@ -7,23 +7,30 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fxpipe.passes import default_passes, evaluation_passes
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.encode import Encode
-from fxpipe.passes.fold import Fold
 from wrong_layouts import Narrow, series, squared
 
 import fxpipe
 from fxpipe.errors import VerifyError
 from fxpipe.ir.program import Level
 from fxpipe.ir.transform import Pass, check_order, run_passes
+from fxpipe.passes import emitting_passes, evaluation_passes, front_passes, wiring_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.encode import Encode
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.planner.cuts import Cuts
 from fxpipe.tracing.capture import capture_evaluation
 
 PARTS = ("first", "convolution", "last")
 OWNERS = {f"{layer}.{kind}": int(layer == "last") for layer in PARTS for kind in ("weight", "bias")}
 LISTS = {
-    "training": default_passes(Cuts((0, 4, 9), (0, 4, 9)), split_backward=True, microbatches=2, encode=Encode()),
+    "training": [
+        *front_passes(True, WholeLoss(2)),
+        Cost(),
+        *wiring_passes(Cuts((0, 4, 9), (0, 4, 9))),
+        *emitting_passes(encode=Encode()),
+    ],
     "evaluation": evaluation_passes(2, OWNERS, 0, "test"),
 }
 HARMLESS = {
@@ -82,8 +89,8 @@ def test_a_harmless_swap_emits_the_same_text(name: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("level", "passes", "message", "hint"),
     [
-        (Level.CAPTURED, LISTS["training"][1:], "whole_loss takes .* FOLDED, but this one is CAPTURED", "FOLDED"),
-        (Level.CAPTURED, swapped(LISTS["training"], 11), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, LISTS["training"][2:], "whole_loss takes .* FOLDED, but this one is CAPTURED", "FOLDED"),
+        (Level.CAPTURED, swapped(LISTS["training"], 12), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
     ],

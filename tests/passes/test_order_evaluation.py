@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.order_evaluation import OrderEvaluation
 from torch import nn
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.task.hooks import Metrics
 from fxpipe.tracing.capture import capture_evaluation
 

@@ -9,6 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from program_text import placed, text
+from torch import Tensor, nn
+from two_layers import two_layers
+
+import fxpipe
+from fxpipe.codecs.encoding import Encoding
+from fxpipe.ir.printer import argument_text, call_text
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import Pass, run_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
@@ -24,15 +33,6 @@ from fxpipe.passes.split import Split
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
 from fxpipe.passes.whole_loss import WholeLoss
-from program_text import placed, text
-from torch import Tensor, nn
-from two_layers import two_layers
-
-import fxpipe
-from fxpipe.codecs.encoding import Encoding
-from fxpipe.ir.printer import argument_text, call_text
-from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Pass, run_passes
 from fxpipe.planner.cuts import Cuts
 from fxpipe.tracing.capture import capture_evaluation
 

@@ -8,6 +8,12 @@ import pytest
 import torch
 from cached import captured, cuts, lowered
 from covering import a_few_quick, covering
+from random_cuts import random_cuts
+from small_models import CASES
+
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import AGAIN, Program, info
+from fxpipe.ir.transform import run_passes
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.left_values import LeftValues, left_values
 from fxpipe.passes.analysis.levels import levels_of_units
@@ -16,12 +22,6 @@ from fxpipe.passes.cut import Cut
 from fxpipe.passes.defer import Defer
 from fxpipe.passes.recompute import LEAST, Choices, Recompute, Room
 from fxpipe.passes.rematerialize import Rematerialize
-from random_cuts import random_cuts
-from small_models import CASES
-
-from fxpipe.ir.aten import is_random
-from fxpipe.ir.program import AGAIN, Program, info
-from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 
 

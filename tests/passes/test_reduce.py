@@ -11,16 +11,12 @@ import pytest
 import torch
 from cached import captured, lowered, passed
 from covering import covering
-from fxpipe.passes import emitting_passes
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.reduce import LAST_BYTES, Reduce
-from fxpipe.passes.split import Split
 from program_text import placed
 from torch import Tensor, nn
 from two_layers import two_layers
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import CutError, VerifyError
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Program, info, size_of, value
@@ -29,6 +25,10 @@ from fxpipe.ir.wire import is_reduce, members_of
 from fxpipe.lowering.lower import lower
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import capture_shape
+from fxpipe.passes import emitting_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.reduce import LAST_BYTES, Reduce
+from fxpipe.passes.split import Split
 from fxpipe.plan.consistency import check
 from fxpipe.plan.spec import BucketSpec
 from fxpipe.task.batch import Batch

@@ -11,27 +11,24 @@ from boundary_bytes import least, sent
 from by_path import module_at
 from cached import captured
 from covering import covering
-from fxpipe.passes import default_passes
-from fxpipe.passes.comm import Comm
 from random_cuts import random_cuts, with_units
 from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.ir.transform import Pass, run_passes
+from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes import front_passes, wiring_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.cost import Cost
 from fxpipe.planner.cuts import Cuts
 from fxpipe.task.batch import split
-
-
-def until_comm(passes: list[Pass]) -> list[Pass]:
-    return passes[: [step.name for step in passes].index("comm")]
 
 
 @pytest.mark.parametrize(("name", "seed"), covering(CASES, range(4), strength=1))
 def test_with_any_cuts_each_boundary_carries_its_lower_bound(name: str, seed: int) -> None:
     cuts = random_cuts(name, 4, seed)
-    before = run_passes(captured(name)[2], until_comm(default_passes(cuts)))
+    before = run_passes(captured(name)[2], [*front_passes(), Cost(), *wiring_passes(cuts)[:-1]])
     found = sent(Comm()(before).edges)
     assert found == least(before)
     assert found

@@ -6,9 +6,7 @@ import pytest
 import torch
 from cached import captured, cuts, lowered, passed
 from covering import covering
-from fxpipe.passes import default_passes
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
+from program_text import emitted
 from random_cuts import numbered, random_cuts
 from small_models import CASES
 from torch import fx, nn
@@ -18,6 +16,8 @@ from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 from fxpipe.planner.cuts import Cuts
 
 
@@ -117,7 +117,7 @@ def test_batch_norm_is_recomputed_without_its_statistics_and_updates_them_once()
     _, _, program = captured("conv")
     count = len(numbered("conv").units)
     cuts = Cuts((0, count, count), (0, 4, count), recompute=((1, 4, count),))
-    before = {n for n in run_passes(program, default_passes(cuts)) if "_again" in n.name}
+    before = {n for n in emitted(program, cuts) if "_again" in n.name}
     norms = [n for n in before if "batch_norm" in n.name]
     assert len(norms) == 3
     assert all(n.target is torch.ops.aten._native_batch_norm_legit.no_stats for n in norms)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.scale_loss import ScaleLoss
-from fxpipe.passes.whole_loss import WholeLoss
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import TaskError
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Program, info
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.scale_loss import ScaleLoss
+from fxpipe.passes.whole_loss import WholeLoss
 
 
 class Net(nn.Module):

@@ -6,11 +6,6 @@ import pytest
 import torch
 from cached import captured, cuts
 from covering import covering
-from fxpipe.passes.analysis.edge_timings import edge_timings
-from fxpipe.passes.analysis.liveness import part_memories
-from fxpipe.passes.comm import Comm
-from fxpipe.passes.send_early import SendEarly
-from fxpipe.passes.split import Split
 from program_text import placed, text
 from small_models import CASES
 from torch import nn
@@ -21,6 +16,11 @@ from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import Applied, run_passes
 from fxpipe.ir.wire import is_send
+from fxpipe.passes.analysis.edge_timings import edge_timings
+from fxpipe.passes.analysis.liveness import part_memories
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.send_early import SendEarly
+from fxpipe.passes.split import Split
 from fxpipe.plan.cost_records import PartMemory
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cached import captured
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.split_backward import SplitBackward
-from fxpipe.passes.units import Units
 
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.split_backward import SplitBackward
+from fxpipe.passes.units import Units
 
 aten = torch.ops.aten
 

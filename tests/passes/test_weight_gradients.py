@@ -6,10 +6,6 @@ import pytest
 import torch
 from cached import captured
 from covering import covering
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.split_backward import SplitBackward
-from fxpipe.passes.units import Units
 from random_cuts import numbered
 from small_models import CASES
 from torch import fx, nn
@@ -19,6 +15,10 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.split_backward import SplitBackward
+from fxpipe.passes.units import Units
 
 aten = torch.ops.aten
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
-from fxpipe.passes.analysis.microbatches import microbatches_of
-from fxpipe.passes.analysis.share import Lost, Share
-from fxpipe.passes.analysis.whole_call import next_to
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -24,6 +20,11 @@ from fxpipe.ir.law import verify
 from fxpipe.ir.printer import type_text
 from fxpipe.ir.program import ONE_DRAW, Program, value
 from fxpipe.ir.transform import run_passes
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.next_to import NextTo
+from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
 from fxpipe.stages.minibatch import totals_of
 
 CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
@@ -394,7 +395,8 @@ def distance(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 def captured(made: nn.Module, step: Step, whole: Batch, count: int) -> Program:
     """On one microbatch, next to the step on the whole batch."""
-    return next_to(fxpipe.capture(made, step, parts(whole, count)[0]), fxpipe.capture(made, step, whole))
+    program = fxpipe.capture(made, step, parts(whole, count)[0])
+    return run_passes(replace(program, whole=fxpipe.capture(made, step, whole)), [NextTo()])
 
 
 def lowered(made: nn.Module, step: Step, whole: Batch, count: int, **options: Any) -> Program:

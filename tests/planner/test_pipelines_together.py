@@ -84,7 +84,7 @@ def test_a_search_takes_what_is_fastest_with_the_sums() -> None:
     for dp in (1, 2):
         sized = Sized(replace(SETTING, links=Links(1e8), dp=dp), PROFILE, PROFILE)
         best = search([sized], question).best
-        judge = Judge.of(best.candidate, sized, question)
+        judge = Judge.of(best.candidate, question)
         trials = judge.of_cuts([Cuts((0, at, 10), (0, at, 10)) for at in range(11)])
         assert best.seconds == pytest.approx(min(trial.seconds for trial in trials if trial is not None))
         found[dp] = best.partition.forward

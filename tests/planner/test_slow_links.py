@@ -10,7 +10,7 @@ from boundary_bytes import sent
 from by_path import module_at
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.ir.program import Program
 from fxpipe.planner.links import Links
 from fxpipe.simulator.forecast import forecast

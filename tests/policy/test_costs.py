@@ -51,7 +51,7 @@ def test_predictions_are_those_of_a_run(
     monkeypatch.setattr(Predictor, "predict", counted)
     for _ in range(10):
         pipeline.step(batch)
-    predictors = [executor.store.updater.predictor for executor in pipeline.executors]
+    predictors = [executor.store.versions.predictions.predictor for executor in pipeline.executors]
     assert [made[id(p)] / 10 if p else 0 for p in predictors] == expected
 
 

@@ -73,7 +73,7 @@ def train(optimizer: Optimizer, predictor: Predictor, updates: int = 3) -> None:
                 parameter.grad = torch.cos(parameter.detach() + update + number)
         predictor.before_step()
         optimizer.step()
-        predictor.observe()
+        predictor.after_step()
 
 
 def trained(make: Make, updates: int = 3) -> tuple[Predictor, Optimizer, list[Tensor]]:

@@ -28,6 +28,7 @@ from fxpipe.plan.spec import (
     Phase,
     Plan,
     StageSpec,
+    StepSpec,
     TensorSpec,
 )  # fmt: skip
 
@@ -248,13 +249,13 @@ class Toy:
         example = (torch.zeros(1), torch.zeros(1))
         weights = folder / "weights.safetensors"
         save_file({**self.initial(), "seen": torch.tensor(0)}, weights)
+        leaves = LeafSpec("batch[0]", value, dim=0), LeafSpec("batch[1]", value, dim=0)
+        tree = pytree.treespec_dumps(pytree.tree_structure(example))
+        step = StepSpec(leaves, tree, tuple(edges.values()), tuple(stages), units=("",) * self.workers)
         plan = Plan(
             fxpipe=fxpipe.__version__, torch="0", model_file="../model.py", sources={}, workers=self.workers,
             microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, autocast=None, device="cpu",
-            batch=(LeafSpec("batch[0]", value, dim=0), LeafSpec("batch[1]", value, dim=0)),
-            batch_spec=pytree.treespec_dumps(pytree.tree_structure(example)), loss_worker=self.workers - 1,
-            units=("",) * self.workers,
-            parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
+            steps=(step,), loss_worker=self.workers - 1, parameters=tuple(parameters), buffers=buffers,
             weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
             weights_codec=self.weights_codec, placement=self.placement,
         )  # fmt: skip
@@ -276,11 +277,11 @@ def toy() -> type[Toy]:
 
 
 @pytest.fixture
-def set_flag() -> Iterator[Callable[[Any, str, str], None]]:
+def set_flag() -> Iterator[Callable[[Any, str, Any], None]]:
     """Sets a flag of torch for the test; monkeypatch deletes those that are no plain attributes."""
     before = []
 
-    def put(holder: Any, name: str, value: str) -> None:
+    def put(holder: Any, name: str, value: Any) -> None:
         before.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
 

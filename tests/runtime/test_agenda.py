@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from torch.distributed import HashStore
 
-from fxpipe.runtime.wires.exchange import StoreExchange
+from fxpipe.runtime.wires.board import ASKED, MOVE, DictBoard
 from fxpipe.runtime.worker import captures as module
 from fxpipe.runtime.worker.captures import Agenda
 
@@ -32,16 +31,15 @@ def play(
     clock: Clock, steps: int, pace: float, seconds: float | None, asks_at: int | None, worker: int = 0
 ) -> tuple[Agenda, Agenda, list[int]]:
     """Two workers begin minibatches; the steps that both know, three steps before, are saved."""
-    store, asked = HashStore(), [False, False]
-    exchange = StoreExchange(store)
-    first = Agenda(exchange, 0, 3, seconds, True, lambda: asked[0])
-    second = Agenda(exchange, 0, 3, seconds, False, lambda: asked[1])
+    board, asked = DictBoard(), [False, False]
+    first = Agenda(board, 0, 3, seconds, True, lambda: asked[0])
+    second = Agenda(board, 0, 3, seconds, False, lambda: asked[1])
     known = []
     for minibatch in range(steps):
         asked[worker] |= minibatch == asks_at
         first.begin(minibatch, max(0, minibatch - 3))
         second.begin(minibatch, 0)
-        assert store.num_keys() <= 5
+        assert len(board._texts) <= 5
         for agenda in (first, second):
             assert (minibatch + 3 in agenda) == (minibatch + 3 in first)
         known += [minibatch + 3] if minibatch + 3 in first else []
@@ -71,3 +69,25 @@ def test_nothing_without_reason(clock: Clock) -> None:
     first, _, known = play(clock, 200, pace=0.1, seconds=None, asks_at=None)
     assert known == []
     assert first.stop is None
+
+
+def test_a_run_that_cannot_move_goes_on(clock: Clock) -> None:
+    """And stops for a later request, at a step that both know."""
+    board, stopping = DictBoard(), False
+    first = Agenda(board, 0, 3, None, True, lambda: stopping)
+    second = Agenda(board, 0, 3, None, False, lambda: False)
+    board.set(ASKED, f"{MOVE} 1")
+    for minibatch in range(200):
+        for agenda in (first, second):
+            agenda.begin(minibatch, max(0, minibatch - 3))
+        clock.now += 0.1
+        if minibatch == 40:
+            board.forget([ASKED])
+            assert first.stop == second.stop == 3
+            for agenda in (first, second):
+                agenda.go_on(3)
+        if minibatch == 80:
+            assert first.stop is None
+            stopping = True
+    assert first.stop == second.stop
+    assert 80 < first.stop < 100

@@ -171,7 +171,7 @@ def test_what_the_hook_may_not_return(returned: Callable[..., Any], message: str
 def test_what_cannot_be_averaged_is_refused() -> None:
     made = build(1)
     for wrong in (0.0, 1.0, 1.5, float("nan")):
-        with pytest.raises(FxpipeError, match="is not between 0 and 1"):
+        with pytest.raises(FxpipeError, match="is not a number above 0 and below 1"):
             made.local(ema=wrong)
     with pytest.raises(FxpipeError, match="two averages of the weights"):
         made.local(ema=0.9, averaged=of_asgd)

@@ -14,7 +14,7 @@ from model_files import write_model
 
 from fxpipe.errors import BuildError
 from fxpipe.files import Snapshot
-from fxpipe.precision import precision_flags
+from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
 from fxpipe.runtime.process.start import run_local
@@ -92,15 +92,24 @@ def test_a_run_with_another_precision_than_the_compile_says_so(folder: Path, set
 
 
 def test_the_flags_of_each_device(monkeypatch: pytest.MonkeyPatch, set_flag: Callable[..., None]) -> None:
+    for name in ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
     assert precision_flags("cpu") == precision_flags("cuda") == {}
     set_flag(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     set_flag(torch.backends.cudnn.conv, "fp32_precision", "ieee")  # by operator: older names fail now
+    set_flag(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert precision_flags("cuda") == {
+        "NVIDIA_TF32_OVERRIDE": "0",
         "backends.cuda.matmul.fp32_precision": "tf32",
+        "backends.cuda.matmul.allow_fp16_accumulation": "True",
+        "backends.cudnn.enabled": "False",
         "backends.cudnn.conv.fp32_precision": "ieee",
         "backends.cudnn.benchmark": "True",
     }
+    assert "NVIDIA_TF32_OVERRIDE=0, torch.backends.cuda" in precision_text(precision_flags("cuda"))
     assert precision_flags("cpu") == {}
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert precision_flags("cpu") == {"are_deterministic_algorithms_enabled": "True"}

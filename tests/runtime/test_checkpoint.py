@@ -11,7 +11,7 @@ from cached import lowered
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.checkpoint.starting_weights import INDEX, SINGLE, Checkpoint
 from fxpipe.errors import BuildError
 

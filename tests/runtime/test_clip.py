@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import fxpipe as fxp
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.worker.clip import Clip, ExactClip, PipelinedClip
 
@@ -60,15 +60,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     def watch(kind: type[Clip]) -> None:
         measure, apply = kind.measure, kind.apply
 
-        def measuring(self: Clip, minibatch: int, parameters: Any) -> None:
-            found.raw[self.worker, minibatch] = copies(parameters)
-            measure(self, minibatch, parameters)
+        def measuring(self: Clip, minibatch: int) -> None:
+            found.raw[self.worker, minibatch] = copies(self._parameters)
+            measure(self, minibatch)
 
-        def applying(self: Clip, minibatch: int, parameters: Any) -> None:
-            apply(self, minibatch, parameters)
+        def applying(self: Clip, minibatch: int) -> None:
+            apply(self, minibatch)
             assert self.norm is not None
             found.norms[self.worker, minibatch] = self.norm
-            found.clipped[self.worker, minibatch] = copies(parameters)
+            found.clipped[self.worker, minibatch] = copies(self._parameters)
 
         monkeypatch.setattr(kind, "measure", measuring)
         monkeypatch.setattr(kind, "apply", applying)
@@ -232,7 +232,7 @@ def test_without_a_flush_it_is_the_documented_mixture(
             factor = min(1.0, limit / (found + 1e-6))
             for before, after in zip(seen.raw[worker, m], seen.clipped[worker, m], strict=True):
                 torch.testing.assert_close(after, before * factor, rtol=1e-6, atol=0)  # type: ignore[operator]
-    assert not pipeline.world.loopback.left
+    assert not pipeline.job.world.loopback.left
 
 
 # ── In processes, and on the command line ───────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from fxpipe.runtime.wires.exchange import ClockOffset, aligned, read_offset
+from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
 
 WORKERS = 3
 AHEAD = 10**12
@@ -38,7 +38,7 @@ def _read(rank: int, folder: str) -> None:
     def now() -> int:
         return time.perf_counter_ns() + rank * AHEAD
 
-    reading = read_offset(rank, WORKERS, now)
+    reading = read_offset(now)
     dist.barrier()
     Path(folder, str(rank)).write_text(f"{reading.offset} {reading.error}")
     dist.destroy_process_group()

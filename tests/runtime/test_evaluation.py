@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,21 @@ from safetensors.torch import load_file
 from strict_wires import run_in_threads
 
 from fxpipe import load
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, BuildError, RunError, TaskError
-from fxpipe.runtime.options import RunOptions
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.check_run import check_evaluation
+from fxpipe.runtime.process.distributed_evaluation import AHEAD, DistributedEvaluation
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
-from fxpipe.runtime.wires.addresses import moves
-from fxpipe.runtime.worker.evaluation import EvaluationData, whole_metrics
+from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, moves
+from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
+from fxpipe.runtime.wires.wired import WiredTransport
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, whole_metrics
+from fxpipe.runtime.worker.setting import WorkerSetting
+from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
 
@@ -64,6 +71,39 @@ def test_what_is_moved(built: tuple[Task, Build]) -> None:
     norms = {(f"blocks.{k}.norm.running_{what}", False) for k in (1, 3) for what in ("mean", "var")}
     assert found == {("embed.weight", False), ("scale", True), *norms}
     assert all(move.source != move.reader for move in moves(plan))
+
+
+def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over wires where a send never waits: through shared memory, or as here within a process."""
+    plan, folder = still[1].plan, str(still[1].folder)
+    recipe, turns, read, ahead = choose(plan), Turns(), list[int](), list[int]()
+    execute = Evaluator.execute
+
+    def last(evaluator: Evaluator, action: Action, leaves: Any = None) -> None:
+        ahead.append(len(read) - action.minibatch if evaluator.worker else 0)
+        execute(evaluator, action, leaves)
+
+    def data() -> Iterator[Any]:
+        for batch in 6 * list(still[0].hooks.eval_data()):
+            read.append(1)
+            yield batch
+
+    def work(rank: int) -> Callable[[], None]:
+        addresses, wires = Addresses(plan, recipe.demand), OneProcessWires(plan, rank, torch.device("cpu"), loopback)
+        transport = WiredTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
+        setting = WorkerSetting(plan, rank, recipe, Task(Hooks()), PipelineOptions())
+        executor = open_worker(setting, folder, transport)
+        source = EvaluationData(plan, data, 0, still[0]) if rank == 0 else None
+        place = folder, 0, [wires], addresses, source, ProcessLine.of(plan, rank)
+        evaluation = DistributedEvaluation(plan, [executor], *place)
+        return lambda: evaluation.run([executor.state(0)]) and None
+
+    monkeypatch.setattr(Evaluator, "execute", last)
+    loopback = Loopback(turns)
+    turns.walk([work(rank) for rank in range(plan.ranks)])
+    assert len(read) > 20
+    assert max(ahead) <= (AHEAD + 2) * (plan.ranks - 1)
+    assert not loopback.left
 
 
 @pytest.mark.parametrize(("schedule", "placement"), [("async", ()), ("1f1b", (0, 1, 0))])

@@ -13,7 +13,7 @@ from pipelines import pipeline_of
 from small_models import CASES
 from strict_wires import run_in_threads
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.ends import process_name

@@ -35,7 +35,7 @@ def test_after_a_flush_a_pipeline_is_as_new(
     folder = toy(**shape, policy=policy).save(tmp_path / "build")
     pipeline, fresh = pipeline_of(folder, sgd), pipeline_of(folder, sgd)
     pipeline.run(batches[:3])
-    assert not pipeline.world.loopback.left
+    assert not pipeline.job.world.loopback.left
     for executor in pipeline.executors:
         assert not executor._left
         assert not executor.store.versions.predictions.made
@@ -117,6 +117,6 @@ def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) ->
     pipeline = pipeline_of(folder, lambda named: Broken([p for _, p in named]))
     with pytest.raises(RunError, match=r"update after step 1 failed on worker 1: ValueError: no such step") as caught:
         pipeline.step(batches[0])
-    assert caught.value.where == "Broken.step()"
+    assert str(caught.value.where).endswith(': raise ValueError("no such step")')
     with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
         pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))

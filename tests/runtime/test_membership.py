@@ -103,7 +103,7 @@ CASES = {
         r"worker 1 on .*: --weights: trained\.safetensors is [0-9a-f]{16}, on worker 0 it is [0-9a-f]{16}",
     ),
     "another seed of the build": (None, ({}, {"build": "seed"}), r"worker 1 on .*: plan\.json: weights_digest is"),
-    "other cuts": (None, ({}, {"build": "cuts"}), r"worker 1 on .*: plan\.json: stages is"),
+    "other cuts": (None, ({}, {"build": "cuts"}), r"worker 1 on .*: plan\.json: steps is"),
     "more workers": (None, ({}, {"build": "three"}), "the build has 3 workers, but 2 processes were started"),
     "a flipped weight": (
         flip(Path("build/weights.safetensors")),
@@ -200,7 +200,7 @@ def test_every_option_that_decides_the_numbers_is_compared(folder: Path, set_fla
     facts = facts_of(plan, options)
     assert {f.name for f in dataclasses.fields(RunOptions)} - {name.removeprefix("option ") for name in facts} == {
         "progress",
-        "exchange",
+        "board",
         "plan_digest",
     }
     assert differences(facts, facts) == []

@@ -10,7 +10,7 @@ import torch
 from cached import captured, cuts, lowered
 from small_models import CASES
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import RunError
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.offload import Away, Offload

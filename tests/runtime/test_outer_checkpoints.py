@@ -176,5 +176,5 @@ def test_a_run_of_gradients_added_up_goes_on_apart(tmp_path: Path) -> None:
 def test_entries_wait_for_the_last_replica() -> None:
     """One that is behind by a round of outer steps finds what was decided before."""
     for delay, made in ((0, [0, 0, 0, 3, 3, 3, 6]), (1, [-3, -3, -3, 0, 0, 0, 3])):
-        outer = OuterStep(OuterSpec(3, 0.7, 0.9, delay), {}, LocalCollective(ReplicaBoard(2, Turns()), 0), "cpu")
+        outer = OuterStep(OuterSpec(3, 0.7, 0.9, delay), {}, LocalCollective(ReplicaBoard(2, Turns()), 0))
         assert [outer.made_by_all(version) for version in range(7)] == made

@@ -16,8 +16,8 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe as fxp
-from fxpipe.errors import CutError, NotFiniteError, RunError
-from fxpipe.inspection.codecs import outer_facts, outer_text
+from fxpipe.errors import FxpipeError, NotFiniteError, RunError
+from fxpipe.inspection.sentences import outer_facts, outer_text
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
@@ -222,18 +222,14 @@ def test_the_processes_of_a_replica_are_next_to_each_other() -> None:
 
 def test_in_one_process_nothing_else_is_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[tuple[str, int]] = []
-    sums, copies = LocalCollective.start_sum, LocalCollective.start_copy
+    for name in ("start_sum", "start_gather"):
+        start = getattr(LocalCollective, name)
 
-    def start_sum(self: LocalCollective, key: tuple[str, int], flat: Tensor, divisor: int) -> None:
-        began.append(key)
-        sums(self, key, flat, divisor)
+        def counted(self: LocalCollective, key: tuple[str, int], *given: Any, start: Any = start) -> None:
+            began.append(key)
+            start(self, key, *given)
 
-    def start_copy(self: LocalCollective, key: tuple[str, int], flat: Tensor) -> None:
-        began.append(key)
-        copies(self, key, flat)
-
-    monkeypatch.setattr(LocalCollective, "start_sum", start_sum)
-    monkeypatch.setattr(LocalCollective, "start_copy", start_copy)
+        monkeypatch.setattr(LocalCollective, name, counted)
     build = compiled(network(), entropy, 2, 1, 2, outer_every=3)
     trained(build, tmp_path / "build", sgd, batches())
     assert sorted(began) == [("outer torch.float32", step) for step in (3, 3, 3, 3, 6, 6, 6, 6, 7, 7, 7, 7)]
@@ -254,14 +250,20 @@ def test_replicas_that_read_other_batches_are_told_in_the_outer_step(tmp_path: P
         ({"codec": "outer=int8"}, "--codec outer=int8 is for outer steps, and there is no --outer"),
         ({"outer": "diloco"}, "outer steps need replicas, and there is one"),
         ({"outer": "fedavg", "dp": 2}, "outer='fedavg' is not one of diloco"),
-        ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer steps are impossible with every=0"),
-        ({"outer": "diloco", "dp": 2, "outer_momentum": 1.0}, "outer steps are impossible with momentum=1.0"),
-        ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer steps are impossible with lr=nan"),
-        ({"outer": "diloco", "dp": 2, "outer_delay": 2}, "outer steps are impossible with delay=2"),
+        ({"outer": "diloco", "dp": 2, "outer_every": 0}, "outer_every=0 is not a whole number of at least 1"),
+        (
+            {"outer": "diloco", "dp": 2, "outer_momentum": 1.0},
+            "outer_momentum=1.0 is not a number of at least 0",
+        ),
+        ({"outer": "diloco", "dp": 2, "outer_lr": float("nan")}, "outer_lr=nan is not a number above 0"),
+        (
+            {"outer": "diloco", "dp": 2, "outer_delay": 2},
+            "outer_delay=2 is not a whole number",
+        ),
     ],
 )
 def test_outer_steps_without_sense_are_refused(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(CutError, match=said):
+    with pytest.raises(FxpipeError, match=said):
         fxp.compile(network(), entropy, batches(1)[0], workers=1, microbatches=1, schedule="1f1b", **asked)
 
 

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_map
 
 import fxpipe
 from fxpipe.device_copies import ToCpu
-from fxpipe.errors import CheckpointError, FxpipeError, RunError
+from fxpipe.errors import BuildError, CheckpointError, FxpipeError, RunError
+from fxpipe.plan.lock import run_lock
+from fxpipe.runtime.wires import group
 
 THREE = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -62,7 +64,7 @@ def test_processes_train_as_one(toy: Any, many: Any, tmp_path: Path) -> None:
         assert found == [alone] * 3, loop
         for name, weight in weights.items():
             assert torch.equal(weight, state[name]), (name, loop)
-        assert weights.keys() == state.keys() - {"seen"}
+        assert weights.keys() == state.keys()
 
 
 @pytest.mark.slow
@@ -104,13 +106,13 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
     rates: list[list[float]] = [[], [], []]
     for executor in plain.executors:
         updater = executor.store.updater
-        inner = updater.step
+        inner = updater.apply
 
         def step(minibatch: int, inner: Any = inner, updater: Any = updater, of: Any = rates[executor.worker]) -> None:
             inner(minibatch)
             of.append(updater.lr)
 
-        updater.step = step  # type: ignore[method-assign]
+        updater.apply = step  # type: ignore[method-assign]
     for number, batch in enumerate(many):
         if number == 3:
             plain.set_lr(0.02, 0.03)
@@ -122,6 +124,30 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
         plain.set_lr(1, 2, 3)
     with pytest.raises(RunError, match="a learning rate of -1 makes no sense"):
         plain.set_lr(-1)
+
+
+def test_one_loop_at_a_time_saves_into_a_folder(toy: Any, many: Any, tmp_path: Path) -> None:
+    build = fxpipe.load(toy(**THREE, policy="latest").save(tmp_path / "build"))
+    saving: dict[str, Any] = {"optimizer": optimizer, "out": tmp_path / "out", "checkpoint_every": 2}
+
+    def fails() -> None:
+        with build.local(**saving) as pipeline:
+            pipeline.run(many[:3])
+            with pytest.raises(BuildError, match="is being written by this process, in another call"):
+                build.local(**saving)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert not run_lock(tmp_path / "out").exists()
+
+
+def test_a_worker_of_a_run_begins_no_pipeline(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its collective calls would be the run's."""
+    build = fxpipe.load(toy(**THREE).save(tmp_path / "build"))
+    monkeypatch.setattr(group, "_group", object())
+    with pytest.raises(RunError, match="this process is one of a run that has not ended"):
+        build.local(optimizer=optimizer)
 
 
 @pytest.mark.parametrize("number", range(0, len(LOOPS), 2))
@@ -146,6 +172,25 @@ def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path, number: int) -> N
     assert resumed.run(many[5:]) == expected
     with pytest.raises(CheckpointError, match="has weights, but no training state"):
         fresh.load(build / "weights.safetensors")
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "work", "saved"])
+def test_a_checkpoint_deletes_nothing_of_the_users(toy: Any, tmp_path: Path, place: str) -> None:
+    """Also an earlier checkpoint with a file of the user's in it."""
+    pipeline = fxpipe.load(toy(**THREE).save(tmp_path / "build")).local(optimizer=optimizer)
+    pipeline.save(tmp_path / "saved")
+    note = tmp_path / place if place == "notes.txt" else tmp_path / place / "notes.txt"
+    note.parent.mkdir(exist_ok=True)
+    note.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt, which a checkpoint would delete"):
+        pipeline.save(tmp_path / place)
+    assert note.read_text() == "mine"
+
+
+def test_what_is_no_batches_is_not_run(toy: Any, tmp_path: Path) -> None:
+    pipeline = fxpipe.load(toy(**THREE).save(tmp_path / "build")).local(optimizer=optimizer)
+    with pytest.raises(RunError, match=r"run\(\) trains on batches: 'int' object is not iterable"):
+        pipeline.run(5)  # type: ignore[arg-type]
 
 
 def test_what_is_in_flight_is_not_loaded_over(toy: Any, many: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.wires.collective import LoneCollective
-from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
+from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
 
 PARAMETERS = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))}
 NAMES = {id(parameter): name for name, parameter in PARAMETERS.items()}
@@ -21,11 +22,11 @@ def number(made: Any, scheduler: Any = None) -> int:
     told: list[int] = []
 
     class Heard(LoneCollective):
-        def start_sum(self, key: Any, flat: torch.Tensor, divisor: int = 1) -> None:
-            told.append(int(flat[0]))
-            super().start_sum(key, torch.full_like(flat, int(flat[0])), divisor)
+        def start_gather(self, key: Any, own: torch.Tensor, sizes: Sequence[int]) -> None:
+            told.append(int(own))
+            self._results[key] = own.repeat(len(sizes))
 
-    check_optimizers_alike(0, made, scheduler, NAMES, Heard(2), torch.device("cpu"))
+    check_optimizers_alike(0, made, scheduler, NAMES, Heard(2))
     return told[0]
 
 
@@ -61,4 +62,4 @@ def test_what_would_train_otherwise_is_told_otherwise() -> None:
 def test_a_replica_with_another_one_is_named() -> None:
     """The others' numbers are zero here: no replica's is."""
     with pytest.raises(RunError, match="worker 3 have different optimizers: replica 1, replica 2 unlike"):
-        check_optimizers_alike(3, sgd(), None, NAMES, LoneCollective(3), torch.device("cpu"))
+        check_optimizers_alike(3, sgd(), None, NAMES, LoneCollective(3))

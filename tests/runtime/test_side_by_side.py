@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.schedule import of_plan
 

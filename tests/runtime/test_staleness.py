@@ -16,11 +16,11 @@ from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor
 
-from fxpipe.observe.staleness import StalenessLog
 from fxpipe.policy import make
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.start import open_local
+from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -244,20 +244,21 @@ def test_it_costs_one_copy_at_most(
 
         monkeypatch.setattr(StalenessLog, name, watching)
 
-    watch("live")
-    watch("meets")
+    watch("reached")
+    watch("gathered")
     pipeline = pipeline_of(toy(**MIXED, policy=policy).save(tmp_path / "build"), sgd, log_staleness=True)
     for batch in batches * 2:
         pipeline.step(batch)
         for executor in pipeline.executors[:2]:  # worker 2 owns nothing
             store = executor.store
-            assert store.staleness is not None
-            sample = store.staleness._sample
+            log = store.part(StalenessLog)
+            assert log is not None
+            sample = log._sample
             assert sample is not None
             assert set(sample.used) <= set(store.trained)
             assert all(version <= store.version for _, version, _ in sample.used.values())
     owned = [sum(p.numel() for p in executor.store.trained.values()) for executor in pipeline.executors]
-    assert [most[id(executor.store.staleness)] for executor in pipeline.executors] == [owned[0], owned[1], 0]
+    assert [most[id(executor.store.part(StalenessLog))] for executor in pipeline.executors] == [owned[0], owned[1], 0]
     assert owned[2] == 0
 
 

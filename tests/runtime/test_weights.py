@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.policy import copies, make
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.runtime.process.pipeline import Pipeline
+from fxpipe.runtime.worker.around_step import AroundStep
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
@@ -53,11 +54,13 @@ def held(store: WeightStore) -> int:
         }
         found |= {id(predicted[name]) for predicted in store.versions.predictions.made.values() if name in predicted}
         found.discard(id(live))
-        predictor = store.updater.predictor
+        predictor = store.versions.predictions.predictor
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
-        feedbacks = (repair for repair in store.updater.repairs if isinstance(repair, ErrorFeedback))
+        feedbacks = [
+            part.work for part in store.parts if isinstance(part, AroundStep) and isinstance(part.work, ErrorFeedback)
+        ]
         for late in (late for feedback in feedbacks for late in feedback._late):
             spare = [] if late.spare is None else [late.spare]
             found |= {id(kept[i]) for i, w in enumerate(late.weights) if w is live for kept in (*late.steps, *spare)}
@@ -128,11 +131,11 @@ def test_a_long_run_does_not_grow(
                 *(len(store.versions.predictions.made) for store in stores),
                 *(sum(len(messages) for messages in store.versions._unread._versions.values()) for store in stores),
                 *(
-                    sum(len(tensors) for tensors in store.updater.predictor._spare.values())
+                    sum(len(tensors) for tensors in store.versions.predictions.predictor._spare.values())
                     for store in stores
-                    if store.updater.predictor is not None
+                    if store.versions.predictions.predictor is not None
                 ),
-                pipeline.world.loopback.left,
+                pipeline.job.world.loopback.left,
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def test_one_without_a_flush_is_what_it_says(workers: int, microbatches: int) ->
     assert (again.name, again.synchronous, again.filled_by) == ("own", False, plain.filled_by)
     for worker in range(workers):
         assert list(own.until(worker, 9)) == list(plain.until(worker, 9))
-        assert list(own.row_after(worker, 40, 2, 43)) == list(plain.row_after(worker, 40, 2, 43))
+        assert [*islice(own.row_after(worker, 40, 2), 20)] == [*islice(plain.row_after(worker, 40, 2), 20)]
         for reader in range(workers):
             for phase in own.phases:
                 assert Versions(own).lag(phase, reader, worker) == Versions(plain).lag(phase, reader, worker)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CutError, PolicyError
 from fxpipe.lowering.choose_cuts import WORTH, lost_in_noise
-from fxpipe.planner.advice import advised_partitions
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory
@@ -22,8 +21,10 @@ from fxpipe.planner.profile import Profile, Unit, Value, backward_values
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import default_for
 from fxpipe.schedule import SCHEDULES, make
-from fxpipe.search import Question, Ranking, Sized, candidates, microbatch_counts, schedules_of, search
+from fxpipe.search import Question, Ranking, Sized, microbatch_counts, schedules_of, search
+from fxpipe.search.candidate import candidates
 from fxpipe.search.reasons import TIE
+from fxpipe.search.side_by_side import advised_partitions
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 

@@ -11,7 +11,7 @@ import pytest
 from cached import captured, cuts, lowered
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import BuildError, PolicyError
 from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.planner.links import Links

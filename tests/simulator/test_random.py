@@ -22,9 +22,8 @@ from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES, Action, Schedule, make
 from fxpipe.schedule.action import Event
 from fxpipe.schedule.order import read
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import Simulation, simulate
 
 Key = tuple[Any, ...]
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}

@@ -38,7 +38,7 @@ def test_what_the_backward_does_not_hide_is_waited_for() -> None:
     assert exposed_sums(plan, 0, links, backward=0.0)[0] == pytest.approx(whole)
     assert exposed_sums(plan, 0, links, backward=99.0)[0] == pytest.approx(whole)  # the last bucket comes at its end
     three = replace(plan.stages[0], buckets=(replace(bucket, name="a"), replace(bucket, name="b"), bucket))
-    three_of = replace(plan, stages=(three,))
+    three_of = plan.with_step(stages=(three,))
     assert exposed_sums(three_of, 0, links, backward=0.0)[0] == pytest.approx(3 * whole)
     assert exposed_sums(three_of, 0, links, backward=1.5 * whole)[0] == pytest.approx(1.5 * whole)
     assert exposed_sums(three_of, 0, links, backward=99.0)[0] == pytest.approx(whole)

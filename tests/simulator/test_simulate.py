@@ -16,9 +16,8 @@ from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import Simulation, simulate
 
 
 def shown(simulation: Simulation) -> list[str]:

@@ -8,9 +8,8 @@ from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS, turn_of
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import Simulation, simulate
 
 ONE_A_SECOND = Links(bandwidth=CHUNK)
 ONES = (StageTime(1, 1), StageTime(1, 1))

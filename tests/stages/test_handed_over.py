@@ -12,19 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 from cached import lowered
-from fxpipe.passes.reduce import Reduce
 from small_models import CASES
 from torch import Tensor
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines import pieces
 from fxpipe.engines.attach import CheckedPart
 from fxpipe.engines.engine import Engine, EnginePart
 from fxpipe.errors import BackendError, BuildError, RunError
 from fxpipe.observe.watch import Watch
+from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import BucketSpec, Plan, StepSpec
+from fxpipe.plan.spec import BucketSpec, Plan
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.stages.loaded import load_stage_text, load_stages
 from fxpipe.stages.microbatch import record_calls
@@ -60,7 +60,7 @@ def recorded() -> dict[Any, PartCall]:
     """What the parts are called with."""
     build = built()
     parts = Minibatches(build.plan, build.files, build.tensors, None)(CASES["gpt"].batches(1, 16)[0], 0)
-    leaves = dict(zip([leaf.name for leaf in build.plan.batch], parts[0], strict=True))
+    leaves = dict(zip([leaf.name for leaf in build.plan.step.batch], parts[0], strict=True))
     with torch.no_grad():
         return record_calls(build.plan, load_stages(build.plan, build.files), build.tensors, leaves)
 
@@ -168,7 +168,7 @@ def test_an_edited_stage_hands_over_what_the_plan_says(old: str, new: str, said:
 
 
 def of_first(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], **changes), *plan.stages[1:]))
+    return plan.with_step(stages=(dataclasses.replace(plan.stages[0], **changes), *plan.stages[1:]))
 
 
 def with_buckets(change: Callable[[tuple[BucketSpec, ...]], Sequence[BucketSpec]]) -> Callable[[Plan], Plan]:
@@ -219,9 +219,9 @@ def test_a_shape_with_other_buckets_is_refused() -> None:
     plan = dataclasses.replace(built().plan, microbatches=4)
     first = plan.stages[0]
     turned = dataclasses.replace(first, buckets=first.buckets[::-1])
-    wrong = StepSpec(plan.batch, plan.batch_spec, (), (turned, *plan.stages[1:]), units=plan.units, totals=plan.totals)
+    wrong = dataclasses.replace(plan.step, edges=(), stages=(turned, *plan.stages[1:]))
     with pytest.raises(Malformed, match="differ from those of the first shape"):
-        check(dataclasses.replace(plan, shapes=(wrong,)))
+        check(dataclasses.replace(plan, steps=(plan.step, wrong)))
 
 
 def test_the_comm_of_a_run_passes_gradients_on() -> None:

@@ -17,7 +17,7 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.engines.engine import Engine, EnginePart, kept_as
 from fxpipe.errors import BackendError
 from fxpipe.stages.derived_outputs import trim
@@ -219,7 +219,7 @@ def test_in_float64_a_quotient_of_counts_is_float64() -> None:
     )
     stages = load_stages(build.plan, build.files)
     parts = Minibatches(build.plan, build.files, build.tensors, None)(batch, 0)
-    leaves = dict(zip([leaf.name for leaf in build.plan.batch], parts[0], strict=True))
+    leaves = dict(zip([leaf.name for leaf in build.plan.step.batch], parts[0], strict=True))
     with torch.no_grad():
         call = record_calls(build.plan, stages, build.tensors, leaves)[0, "B"]
         (part,) = [p for p in trace_stage(build.plan, 0, stages[0]) if p.phase == "B"]

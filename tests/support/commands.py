@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Popen, heed_interrupts
+
 from fxpipe.cli import output
 from fxpipe.cli.main import main
-from warm import Popen, heed_interrupts
 
 QUICK = ("--cost", "analytic", "--threads", "1")  # of compile
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.task.model_file import Task, load_task
 
 MODEL = """\

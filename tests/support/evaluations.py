@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.lowering.evaluation import Metrics
 
 

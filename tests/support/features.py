@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fxpipe.passes.analysis.profile import glued_positions
 from random_cuts import with_units
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.ir.program import Program
-from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.pipeline import Pipeline
+from fxpipe.stages.compare import relative_error
 from fxpipe.task.batch import split
 from fxpipe.tracing.capture import autocasting
 

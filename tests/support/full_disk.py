@@ -1,7 +1,7 @@
 """A run whose TMPDIR is a small disk that is full: python full_disk.py start|training TMPDIR OUT COMMAND…
 
 The disk, of 300 KiB, is in the memory, and is there for this process and the command alone. Before the command starts,
-or once its run has trained a step, it is filled. The exit code and the output are the command's.
+or for three seconds once its run has trained a step, it is filled. The exit code and the output are the command's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def main(moment: str, folder: Path, out: Path, command: list[str]) -> int:
     while moment == "training" and run.poll() is None:
         if metrics.is_file() and metrics.stat().st_size:
             fill(folder)
+            time.sleep(3)
+            os.truncate(folder / "filler", 0)
             break
         time.sleep(0.02)
     return run.wait()

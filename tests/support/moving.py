@@ -8,7 +8,6 @@ from typing import Any
 
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.model_build import build_model
-
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.observe.pulse import Signs, Status
 from fxpipe.task.model_file import load_task
@@ -31,6 +30,15 @@ if "RANK" in os.environ:
     if os.path.exists(HERE + "/speeds"):  # under torchrun, where a test can change nothing else
         from fxpipe.runtime.process import measured_speeds
         measured_speeds.Window.speeds, measured_speeds.SAMPLES = lambda *_: (1.0, 0.25), 1
+
+    if os.path.exists(HERE + "/full"):
+        from fxpipe.runtime.process import checkpoints
+
+        def no_room(*_):
+            os.makedirs(HERE + "/out/checkpoints/step-none", exist_ok=True)
+            raise OSError(28, "No space left on device")
+
+        checkpoints.write_shard = no_room
 
 def model():
     torch.manual_seed(1)

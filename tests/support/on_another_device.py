@@ -15,7 +15,6 @@ from typing import Any
 
 import pretended_device
 import torch
-from fxpipe.passes.fold import Fold
 from pipelines import optimizer
 from random_cuts import legal_cuts, with_units
 from small_models import CASES, Case
@@ -23,8 +22,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.errors import FxpipeError
+from fxpipe.passes.fold import Fold
 from fxpipe.task.batch import split
 
 MICROBATCHES = 2

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
@@ -77,8 +77,9 @@ def set_up() -> None:
     torch.Generator = _Generator  # type: ignore[misc]
     F.scaled_dot_product_attention = _attending(F.scaled_dot_product_attention)
     Tensor.__deepcopy__ = _deep_copied(Tensor.__deepcopy__)  # type: ignore[method-assign]
-    # `Module.to` keeps parameters that are one, as between the CPU and CUDA.
+    # `Module.to` keeps parameters that are one, as between the CPU and CUDA, and leaves those alone that are there.
     torch.__future__.set_swap_module_params_on_conversion(True)
+    nn.Module._apply = _applied(nn.Module._apply)  # type: ignore[method-assign]
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_on_the_cpu, "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -90,6 +91,17 @@ def set_up() -> None:
     for operator in _PRODUCTS:
         aten.impl(operator, _cast(operator), "AutocastPrivateUse1")
     _libraries.extend((every, aten))
+
+
+def _applied(otherwise: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`Module._apply`: torch swaps each parameter with one that it makes, which it cannot make of every class."""
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        with torch.no_grad():
+            return module if all(fn(tensor) is tensor for tensor in tensors) else otherwise(module, fn, recurse)
+
+    return apply
 
 
 def _attending(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from fxpipe.ir.printer import print_program
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import Observer, run_passes
+from fxpipe.lowering.lowering import Lowering
+from fxpipe.lowering.options import DEFAULTS
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
-
-from fxpipe.ir.printer import print_program
-from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 
 
@@ -20,6 +22,12 @@ def placed(program: Program, *forward: int) -> Program:
     program = run_passes(program, [Fold(), Units(), Cost()])
     positions = (0, *forward, len(program.units))
     return run_passes(program, [Cut(Cuts(positions, positions))])
+
+
+def emitted(program: Program, cuts: Cuts, observers: Sequence[Observer] = ()) -> Program:
+    """The captured program with its files: cut there, with computed costs."""
+    step = Lowering(program, DEFAULTS, observers=tuple(observers)).front().through([Cost()])
+    return step.wired(cuts).emitted().program
 
 
 def text(program: Program) -> str:

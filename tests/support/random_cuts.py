@@ -6,12 +6,12 @@ import functools
 import random
 
 from cached import captured
-from fxpipe.passes import front_passes
-from fxpipe.passes.analysis.profile import glued_positions
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes import front_passes
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.planner.cuts import Cuts
 
 

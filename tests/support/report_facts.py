@@ -248,7 +248,9 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
     rows = [
         {
             "worker": w, "rank": w, "engines": ["eager", "eager"], "busy": 0.93 - 0.01 * w, "forward_ms": 12.1,
-            "backward_ms": 22.9, "wait_ms": 2.4, "seconds": sum(spent.values()), "spent": dict(spent), "fill": 0.02,
+            "backward_ms": 22.9, "wait_ms": 2.4,
+            "planned": {"forward_ms": 11.8, "backward_ms": 22.0, "wait_ms": 1.9},
+            "seconds": sum(spent.values()), "spent": dict(spent), "fill": 0.02,
             "waits": [
                 {"what": what, "from": max(w - 1, 0), "seconds": 0.41 / 3**place}
                 for place, what in enumerate(("activation", "gradient", "weights", "loss"))
@@ -266,7 +268,7 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
         "device": "cpu", "steps": steps, "samples": 32, "seconds": 9.79, "samples_per_second": 385.2, "bubble": 0.06,
         "forecast": None, "efficiency": 0.934, "workers": rows, "trace": "trace.json", "out": "run",
         "time_losses": [
-            {"worker": 1, "share": 0.062, "cause": "wait", "text": "worker 1 waits 6.2% for activations of worker 0"}
+            {"worker": 1, "share": 0.062, "cause": "uneven", "text": "worker 1 has 7% more to do than the mean"}
         ],
         "folder": "run", "problems": [],
         "metrics": {

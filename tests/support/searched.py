@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, settings
 
 
-def searched(examples: int, derandomize: bool = True) -> settings:
-    """So many examples, each of which is a capture; the same ones every time, or other ones."""
+def searched(examples: int) -> settings:
+    """So many examples, each of which is a capture; the same ones every time, or others with another profile."""
     return settings(
         max_examples=examples,
         deadline=None,
-        derandomize=derandomize,
         print_blob=True,
         phases=(Phase.explicit, Phase.generate),  # shrinking would take minutes: each example is a capture
         suppress_health_check=list(HealthCheck),

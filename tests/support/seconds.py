@@ -1,20 +1,25 @@
 """What each test takes, and what each folder may: `tests/seconds.json`.
 
     make seconds                          run all tests, write what each takes
-    python -m pytest … --budgets          print what each folder takes and may; fail where it takes too much
+    python -m pytest … --budgets          print what each folder takes and may; fail where it takes too much, as in CI
 
 What took longer than `SLOW` is a slow test, as if it were marked so. Of tests/law, choose.py says what is quick.
 
-A folder's budget is for its quick tests on the machine on which the seconds were written. Elsewhere, or when that
-machine is slow, all tests take longer: then budgets grow by how many times longer the median test took than is written.
+A folder's budget is for its quick tests on an idle machine of the kind on which the seconds were written. Elsewhere, or
+while others use the machine, all takes longer, and not equally long all the time. So a yardstick is timed before the
+tests of each file, some milliseconds of work that is always the same, and each test notes how many processes wait for
+how many cores. A test's seconds count in yardsticks, as if it had waited for no core.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
 
 import pytest
 
@@ -25,8 +30,12 @@ LEAST = 0.05
 SLOW = 0.35
 """Seconds that are too many for a quick test."""
 
-TELLING = 0.15
-"""What takes as long tells how slow a machine is."""
+YARDSTICK = 0.002
+"""Seconds of the yardstick on that machine."""
+
+ATTEMPTS = 3
+SLOW_NOW = "times slower"
+"""The name of a test's property: the product of what `yardstick` gave before the tests of its file, and `crowd`."""
 
 ALLOWED, SLACK = 1.5, 20.0
 """How many times its budget a folder may take, and seconds more: single tests vary."""
@@ -43,18 +52,20 @@ class Seconds:
     def __init__(self, writes: bool, holds: bool) -> None:
         self.writes, self.holds = writes, holds
         self.took: dict[str, float] = defaultdict(float)
+        self.slow: dict[str, float] = {}
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "skipped":
             self.took[report.nodeid] += report.duration
+        self.slow[report.nodeid] = dict(report.user_properties).get(SLOW_NOW, 1.0)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return
         self.known = read()
-        self.rows = table(self.took, self.known)
+        self.rows = table(self.took, self.slow, self.known)
         if self.holds and any(row.over for row in self.rows) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.writes:
@@ -65,41 +76,57 @@ class Seconds:
         if not self.rows:
             return
         terminalreporter.section(
-            f"seconds by folder (this machine: {slowness(self.took, self.known):.2f} times slower)"
+            f"seconds by folder (the machine: {statistics.median(self.slow.values()):.2f} times slower)"
         )
         for row in sorted(self.rows, key=lambda row: -row.took):
             budget = "" if row.budget is None else f" of {row.budget:.0f}"
             terminalreporter.line(f"{row.took:8.1f}{budget:8} {row.folder}{'  OVER ITS BUDGET' if row.over else ''}")
 
 
-class Row:
-    """What a folder took, and may."""
+class Row(NamedTuple):
+    """What a folder took, that on an idle machine, and what it may.
 
-    def __init__(self, folder: str, took: float, budget: float | None, slow: float) -> None:
-        self.folder, self.took, self.budget = folder, took, budget
-        self.over = budget is not None and took > ALLOWED * budget * max(1.0, slow) + SLACK
+    Attributes:
+        counted: as `took` would be if the machine had always been idle, and as fast as where that was written.
+    """
+
+    folder: str
+    took: float
+    counted: float
+    budget: float | None
+
+    @property
+    def over(self) -> bool:
+        return self.budget is not None and self.counted > ALLOWED * self.budget + SLACK
 
 
-def table(took: dict[str, float], known: dict[str, dict[str, float]]) -> list[Row]:
+def table(took: dict[str, float], slow: dict[str, float], known: dict[str, dict[str, float]]) -> list[Row]:
     """A row a folder."""
     sums: dict[str, float] = defaultdict(float)
+    counted: dict[str, float] = defaultdict(float)
     for test, seconds in took.items():
         sums[folder_of(test)] += seconds
-    slow = slowness(took, known)
-    return [Row(folder, seconds, known["budgets"].get(folder), slow) for folder, seconds in sums.items()]
+        counted[folder_of(test)] += seconds / max(1.0, slow.get(test, 1.0))
+    return [Row(folder, seconds, counted[folder], known["budgets"].get(folder)) for folder, seconds in sums.items()]
+
+
+def yardstick() -> float:
+    """How many times longer than written the yardstick takes now: the mean of some attempts."""
+    begin = perf_counter()
+    for _ in range(ATTEMPTS):
+        sum(number * number % 7 for number in range(50_000))
+    return (perf_counter() - begin) / ATTEMPTS / YARDSTICK
+
+
+def crowd() -> float:
+    """How many processes there were for each core in the last minute; 1 where cores were free."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def folder_of(test: str) -> str:
     """`tests/cli` of `tests/cli/test_run.py::test_it`; `tests` of what is at the top."""
     path = Path(test.split("::")[0])
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else "tests"
-
-
-def slowness(took: dict[str, float], known: dict[str, dict[str, float]]) -> float:
-    """How many times longer than is written the median test took; 1 where nothing is known."""
-    written = known["seconds"]
-    ratios = [seconds / written[test] for test, seconds in took.items() if written.get(test, 0) >= TELLING]
-    return statistics.median(ratios) if ratios else 1.0
 
 
 def slow() -> set[str]:

@@ -8,13 +8,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
@@ -25,15 +23,17 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.evaluation_while_training import BuffersKept
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
+from fxpipe.runtime.process.row import Limit, LimitedRow
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, Way
-from fxpipe.runtime.wires.exchange import StoreExchange
-from fxpipe.runtime.wires.one_process import Loopback, Passing
+from fxpipe.runtime.wires.board import DictBoard
+from fxpipe.runtime.wires.one_process import Loopback, Passing, Turns
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
@@ -169,7 +169,7 @@ def run_in_threads(
     hub = Hub()
     task = Task(Hooks(optimizer=optimizer))
     run = ThreadedRun()
-    exchange = StoreExchange(HashStore())
+    board = DictBoard()
     threads = []
     loopbacks: list[Loopback] = []
     of_worker: dict[int, Executor] = {}
@@ -183,13 +183,13 @@ def run_in_threads(
             own = [run.executors[worker] for worker in plan.hosted(rank)]
             transports = [executor.transport for executor in own]
             line = ProcessLine.of(plan, rank)
-            coming = None
-            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange, Pulse())
+            coming, limit = None, Limit(len(data), len(data))
+            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), board, Pulse())
             split = ShapedMinibatches(plan, folder, own[0].buffers, None)
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                coming = ComingShapes(line, own, lambda: len(data), read, shapes.prepare)
+                coming = ComingShapes(line, own, limit, read, shapes.prepare)
                 for executor in own:
                     executor.shape_of = coming
                 coming.begin()
@@ -197,9 +197,9 @@ def run_in_threads(
                 plan,
                 own,
                 transports,  # type: ignore[arg-type]
-                partial(next, recipe.schedule.row_until(rank, len(data)), None),
+                LimitedRow(recipe.schedule, rank, limit, Turns()),
                 (lambda m: split(data[m], m)[1]) if first else None,
-                (lambda step: run.losses.append(step.loss)) if first else None,
+                (lambda step: run.losses.append(step.read().loss)) if first else None,
                 [each for each in (coming, evaluations[rank]) if each is not None],
             )
             for transport in transports:
@@ -214,7 +214,7 @@ def run_in_threads(
         own = []
         for worker in plan.hosted(rank):
             transport = WiredTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
-            own.append(open_worker(plan, folder, worker, recipe, transport, task, options))
+            own.append(open_worker(WorkerSetting(plan, worker, recipe, task, options), folder, transport))
             of_worker[worker] = own[-1]
         evaluations.append(None)
         if evaluated is not None:

@@ -37,7 +37,19 @@ PRELOADED = (
     "fxpipe.runtime.process.start",
     "fxpipe.runtime.process.rank",
 )
-READ_AT_ONCE = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "LD_", "TORCH_", "TORCHINDUCTOR_")
+READ_AT_ONCE = (
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "CUDA_",
+    "LD_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+)
 """Beginnings of the names of variables that are read when a process begins, or by imports."""
 
 ROOM = 16384
@@ -115,7 +127,6 @@ class Server:
     """The process that forks, and this process's end of the line to it."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._line, end = socket.socketpair()
         self._one = threading.Lock()
         command = [sys.executable, "-P", __file__, str(end.fileno()), "x" * ROOM]
@@ -126,6 +137,7 @@ class Server:
     def fork(self, begin: dict[str, Any], files: list[int]) -> int:
         """Have a process forked; its id."""
         text = json.dumps(begin).encode()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # again: a run in this process sets it back when it ends
         with self._one:
             socket.send_fds(self._line, [len(text).to_bytes(4, "big")], files)
             self._line.sendall(text)

@@ -23,6 +23,7 @@ from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import CheckpointError, FxpipeError
 from fxpipe.runtime.process.resume import Resumed
+from fxpipe.runtime.worker.parts import forms
 from tests.survive.disk import Call, Recorder
 
 STEPS = 4
@@ -97,7 +98,7 @@ def newest(root: Path) -> int:
     except CheckpointError:
         return 0
     for worker in range(manifest.workers):
-        assert read_shard(path, manifest.step, worker, manifest.workers).state is not None
+        assert read_shard(path, manifest.step, worker, manifest.workers, forms()).state
     assert path.name == f"step-{manifest.step}"
     return manifest.step
 
@@ -199,7 +200,7 @@ def test_a_damaged_newest_counts_for_none_of_those_to_keep(tmp_path: Path) -> No
     out = tmp_path / OUT
     found = pipeline(out, resume=None)
     found.run(batches()[:STEPS])
-    found.checkpoints.finish()
+    found.close()
     shelf = Shelf.of(out)
     (shelf.path(4) / MANIFEST).write_text("{}")
     again = pipeline(out, resume="newest")

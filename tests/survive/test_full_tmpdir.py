@@ -1,4 +1,4 @@
-"""TMPDIR has no room, from the start or from the middle of a run: the run trains and saves as with room."""
+"""TMPDIR has no room: a run does not begin, or waits until there is room and then trains and saves as with room."""
 
 from __future__ import annotations
 
@@ -36,19 +36,32 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "build"
 
 
-@pytest.mark.parametrize("moment", ["start", "training"])
-def test_a_run_needs_room_in_its_output_folder_alone(moment: str, build: Path, tmp_path: Path) -> None:
-    run = ["run", build, "--steps", 60, "--threads", 1, "--checkpoint-every", 5, "--stall-timeout", 5]
-    assert fxpipe(*run, "--local", "--out", tmp_path / "alone").code == 0
-    (tmp_path / "tmp").mkdir()
-    place = [SCRIPT, moment, tmp_path / "tmp", tmp_path / "out"]
-    command = [*ALONE, sys.executable, *place, sys.executable, "-m", "fxpipe", *run, "--out", tmp_path / "out"]
-    found = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    assert "Traceback" not in found.stderr
-    assert "still" not in found.stderr, found.stderr
+RUN = ["--steps", 60, "--threads", 1, "--checkpoint-every", 5]
+
+
+def run_with_full(moment: str, build: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "tmp").mkdir()
+    place = [SCRIPT, moment, folder / "tmp", folder / "out"]
+    run = [sys.executable, "-m", "fxpipe", "run", build, *RUN, "--out", folder / "out"]
+    command = [str(part) for part in (*ALONE, sys.executable, *place, *run)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_a_run_does_not_begin_without_room(build: Path, tmp_path: Path) -> None:
+    result = run_with_full("start", build, tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert f"{tmp_path / 'tmp'} cannot be written: No space left on device" in result.stderr
+    assert "free 80 KiB, or set TMPDIR to a folder with room" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_waits_until_there_is_room(build: Path, tmp_path: Path) -> None:
+    assert fxpipe("run", build, *RUN, "--local", "--out", tmp_path / "alone").code == 0
+    result = run_with_full("training", build, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "is full: the run waits until there is space" in result.stderr
+    assert "Traceback" not in result.stderr
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "alone")]
     assert weights[0] == weights[1]
     saved = [sorted(path.name for path in (tmp_path / out / "checkpoints").iterdir()) for out in ("out", "alone")]
     assert saved[0] == saved[1]
-    assert not list((tmp_path / "out").glob(".fxpipe_run*"))

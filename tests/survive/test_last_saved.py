@@ -18,6 +18,7 @@ from fxpipe.checkpoint.manifest import MANIFEST, Manifest
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes, write_tensors
 from fxpipe.errors import NotFiniteError, WorkerLost
+from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import checkpoints, last_saved
@@ -133,12 +134,20 @@ def test_a_run_that_waited_for_the_disk_goes_on(tmp_path: Path) -> None:
         signs = [Signs.of(pulse.numbers)]
 
 
+def test_lost_steps_are_said_to_be_lost(tmp_path: Path) -> None:
+    """Where no checkpoints were asked for; nothing is said if there are final weights."""
+    errors = [WorkerLost("it was killed", hint="see above") for _ in range(3)]
+    name_checkpoint(errors[0], options(tmp_path), tmp_path)
+    assert errors[0].hint == "see above; no weights of this run are saved: --checkpoint-every N saves them on the way"
+    name_checkpoint(errors[1], options(tmp_path, checkpoint_every=5), tmp_path)
+    (tmp_path / FINAL_WEIGHTS).touch()
+    name_checkpoint(errors[2], options(tmp_path), tmp_path)
+    assert [error.hint for error in errors[1:]] == ["see above", "see above"]
+
+
 def test_the_newest_with_all_its_bytes_is_named(tmp_path: Path) -> None:
     shelf, asked = Shelf.of(tmp_path), options(tmp_path)
     assert last_checkpoint(asked, tmp_path) is None
-    error = WorkerLost("it was killed")
-    name_checkpoint(error, asked, tmp_path)
-    assert error.hint is None
     elsewhere = put(Shelf.of(tmp_path / "other"), 3)
     assert last_checkpoint(options(tmp_path, resume=str(elsewhere)), tmp_path) == str(elsewhere)
     first, second, third = (put(shelf, step) for step in (5, 10, 100))
@@ -147,6 +156,7 @@ def test_the_newest_with_all_its_bytes_is_named(tmp_path: Path) -> None:
     assert last_checkpoint(asked, tmp_path) == str(second)
     (second / MODEL).unlink()
     assert last_checkpoint(asked, tmp_path) == str(first)
+    error = WorkerLost("it was killed")
     name_checkpoint(error, asked, tmp_path)
     assert error.hint == f"the last good checkpoint is {first}: go on from there with --resume"
     shutil.rmtree(first)

@@ -21,7 +21,7 @@ def train_data():
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
             shared = 0
             if "".join(sys.argv[1:2]).startswith("{{"):  # a worker's
-                folder = pathlib.Path(json.loads(sys.argv[1])["exchange"])
+                folder = pathlib.Path(json.loads(sys.argv[1])["board"])
                 shared = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             with open(os.environ["MEASURED"], "a") as file:
                 print(sys.getallocatedblocks(), tensors, shared, file=file)

@@ -26,7 +26,7 @@ def test_weights_of_versions_before_keep_their_layout(tmp_path: Path) -> None:
     losses = whole.run(data)
     whole.checkpoints.finish()
     again = build.local(resume=tmp_path / "checkpoints" / "step-5")
-    ((first, *_), *_) = again._rows._shards
+    ((first, *_), *_) = again._rows.rows.shards
     assert any(not value.is_contiguous() for weights in first.past.values() for value in weights.values())
     assert again.run(data[5:]) == losses[5:]
     found, wanted = again.state_dict(), whole.state_dict()

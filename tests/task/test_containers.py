@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy
 import fxpipe as api
 from fxpipe.errors import BatchError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.task.batch import Batch
 from fxpipe.task.containers import flatten
+from fxpipe.torch_private import pytree
 
 
 class Encoding(UserDict[str, Any]):
@@ -103,3 +105,51 @@ def test_a_field_that_construction_does_not_set_is_refused() -> None:
     batch.mask = torch.zeros(2)
     with pytest.raises(BatchError, match="Filled, which cannot be rebuilt"):
         flatten(batch)
+
+
+class Tag:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Box:
+    """A node of pytrees, registered as its author likes."""
+
+    def __init__(self, x: Tensor, y: Tensor, tag: Any) -> None:
+        self.x, self.y, self.tag = x, y, tag
+
+
+def _registered(tag: Any, **more: Any) -> Any:
+    kind: Any = type("Box", (Box,), {})
+    pytree.register_pytree_node(kind, lambda b: ([b.x, b.y], b.tag), lambda c, t: kind(*c, t), **more)
+    return kind(torch.randn(4, 3), torch.randint(0, 2, (4,)), tag)
+
+
+@pytest.mark.parametrize(
+    ("tag", "more"),
+    [
+        (None, {}),
+        (torch.Size([4]), {"serialized_type_name": "a box"}),
+        (Tag("one"), {}),
+        ({("a", 1): Tag}, {}),
+        (torch.device("cpu"), {}),
+    ],
+)
+def test_a_registered_node_is_a_batch(tag: Any, more: Any) -> None:
+    batch = _registered(tag, **more)
+    assert Batch.of(batch).names == ("batch.x", "batch.y")
+    again = Batch.of(batch).each(torch.clone)
+    assert again.shape == Batch.of(batch).shape
+    assert " at 0x" not in pytree.treespec_dumps(again.tree)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    build = api.compile(model, lambda m, b: cross_entropy(m(b.x), b.y), batch, workers=2, microbatches=2)
+    with build.local() as pipeline:
+        assert float(pipeline.step(batch)) == pytest.approx(float(cross_entropy(model(batch.x), batch.y)))
+
+
+def test_other_contexts_are_another_structure() -> None:
+    one, two = _registered(Tag("one")), _registered(Tag("one"))
+    two.__class__ = type(one)
+    assert Batch.of(one).shape == Batch.of(two).shape
+    two.tag.name = "two"
+    assert Batch.of(one).shape != Batch.of(two).shape

@@ -14,6 +14,13 @@ from fxpipe.task.paced_scheduler import PacedScheduler, paced
 from fxpipe.task.several_optimizers import SeveralOptimizers
 
 
+class Told:
+    """As timm's."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        del epoch, metric
+
+
 def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
@@ -28,6 +35,7 @@ def sgd() -> torch.optim.SGD:
         (lambda optimizer: (ReduceLROnPlateau(sgd()), "loss"), "of another optimizer"),
         (lambda optimizer: ReduceLROnPlateau(optimizer), "without a metric"),
         (lambda optimizer: (StepLR(optimizer, 1), "minute"), "for every 'minute'"),
+        (lambda optimizer: (Told(), "epoch"), r"Told.step\(epoch.* needs an argument"),
     ],
 )
 def test_what_would_train_otherwise_is_refused(make: Callable[[Any], Any], message: str) -> None:

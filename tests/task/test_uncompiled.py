@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.task import uncompiled as of_file
 
 
@@ -36,6 +37,22 @@ def test_weights_have_their_plain_names(way: str, capsys: pytest.CaptureFixture[
     assert {p.name for p in build.plan.parameters} == set(plain)
     assert all(torch.equal(build.tensors[name], value) for name, value in plain.items())
     assert "torch.compile's wrapper is left out of" in capsys.readouterr().err
+
+
+def test_what_must_compile_as_a_whole_is_plain_code() -> None:
+    """Under the modes of the comparison with eager PyTorch, torch compiles nothing, and fullgraph=True was an error."""
+    model = made()
+    model[1].compile(fullgraph=True, dynamic=True)
+    scaled = torch.compile(lambda y: y.square().mean(), fullgraph=True, mode="max-autotune")
+
+    @torch.compile(fullgraph=True)
+    def compiled_loss(model: nn.Module, batch: Any) -> Tensor:
+        return scaled(model(batch[0]))
+
+    batch = (torch.randn(4, 4),)
+    build = fxpipe.compile(model, compiled_loss, batch, workers=2, microbatches=2, schedule="1f1b", cost="analytic")
+    assert compare_with_eager(build, model, compiled_loss, batch).largest < 1e-6
+    assert compare_with_eager(build, made(), loss, batch).largest < 1e-6
 
 
 def test_a_plain_model_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:

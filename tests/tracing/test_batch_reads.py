@@ -93,7 +93,7 @@ def test_what_the_step_reads_is_a_constant_and_may_not_change_much(what: str) ->
     loss, values = READ[what]
     made, batches = model(), [batch(value) for value in values]
     two = fxpipe.compile(made, of(loss), batches[0], shapes=batches[1:2], workers=1, microbatches=1)
-    assert len(two.plan.shapes) == 1, "each value has stages of its own"
+    assert len(two.plan.steps) == 2, "each value has stages of its own"
     with pytest.raises(BatchError, match=r"batch\['given'\]") as caught:
         fxpipe.compile(made, of(loss), batches[0], shapes=batches[1:], workers=1, microbatches=1)
     assert "torch.where" in str(caught.value.hint)
@@ -103,14 +103,14 @@ def test_what_the_step_reads_is_a_constant_and_may_not_change_much(what: str) ->
 def test_an_int_before_floats_is_a_float() -> None:
     loss = of(lambda y, n: y.mean() * n)
     build = fxpipe.compile(model(), loss, batch(0), shapes=[batch(0.5), batch(1)], workers=1, microbatches=1)
-    assert [leaf.tensor.dtype for leaf in build.plan.batch if leaf.tensor] == ["float32", "float64"]
-    assert not build.plan.shapes
+    assert [leaf.tensor.dtype for leaf in build.plan.step.batch if leaf.tensor] == ["float32", "float64"]
+    assert len(build.plan.steps) == 1
 
 
 def test_a_flag_has_stages_for_both_values() -> None:
     loss = of(lambda y, n: y.mean() * 2 if n is True else y.sum())
     build = fxpipe.compile(model(), loss, batch(False), shapes=[batch(True)], workers=1, microbatches=1)
-    assert len(build.plan.shapes) == 1
+    assert len(build.plan.steps) == 2
 
 
 def test_the_users_batch_is_left_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -276,7 +277,7 @@ def test_no_stage_sends_the_memory_of_a_weight() -> None:
     build = fxpipe.compile(Positions(), squared, batch(), cost="analytic", forward_at=["layers.1"])
     spec = build.plan.stages[0].forward
     weights = [build.tensors[name] for name in spec.weights]
-    leaves = dict(zip([leaf.name for leaf in build.plan.batch], batch(), strict=True))
+    leaves = dict(zip([leaf.name for leaf in build.plan.step.batch], batch(), strict=True))
     comm = ReadyComm({})
     load_stages(build.plan, build.files)[0].functions["F"](weights, [], [leaves[n] for n in spec.batch], comm)
     sent = list(comm.sent.values())
@@ -469,3 +470,43 @@ def test_parameters_that_the_step_makes_are_refused() -> None:
     model = Around(Grows())
     model(batch()[0])
     assert len(fxpipe.capture(model, squared, batch()).parameters) == 10
+
+
+class Scaled(nn.Parameter):
+    gain = 3.0
+
+    @property
+    def larger(self) -> torch.Tensor:
+        return self * self.gain
+
+
+def test_the_step_sees_the_class_of_a_parameter() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Scaled(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert isinstance(self.weight, Scaled)
+            assert not isinstance(x, Scaled)
+            return x @ self.weight.larger
+
+    model = Layer()
+    build = fxpipe.compile(model, lambda m, batch: m(batch).square().mean(), torch.randn(2, 4), workers=1)
+    assert "mul" in build.files["stage_0.py"]
+    assert build.plan.attributes.keys() == {"weight"}
+    assert not isinstance(nn.Parameter(torch.zeros(1)), Scaled)
+
+
+def test_threads_capture_one_after_the_other() -> None:
+    """Tracing changes torch for all threads: what one of them put back, the other had changed."""
+
+    def captured(_: int) -> int:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        return len(fxpipe.capture(model, lambda net, x: net(x).mean(), torch.ones(2, 4)).graph.nodes)
+
+    own = torch.default_generator
+    with ThreadPoolExecutor(2) as threads:
+        assert len(set(threads.map(captured, range(2)))) == 1
+    assert torch.default_generator is own
+    assert not torch.compiler.is_compiling()

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.torch_private import suggest_memory_format
 from fxpipe.tracing.fake_strides import KernelStrides
 
 aten = torch.ops.aten
@@ -66,6 +67,15 @@ def laid_out() -> list[Callable[[], Tensor]]:
     ]
 
 
+def of_one_sample() -> list[Callable[[], Tensor]]:
+    """The same of a batch of one, whose own stride kernels look at."""
+    return [
+        lambda: torch.rand(1, 3, 4, 5),
+        lambda: torch.rand(1, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        lambda: torch.rand(1, 20, 3).transpose(1, 2).view(1, 3, 4, 5),
+    ]
+
+
 @ON
 @pytest.mark.parametrize("operator", [*BACKWARD, *THREE], ids=str)
 def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any, device: str) -> None:
@@ -82,9 +92,26 @@ def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any, device: st
         assert predicted.stride() == computed.stride(), [m().stride() for m in make]
 
 
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    """In the memory format in which autograd hands a tensor to a group norm."""
+    on_cpu = tensor.device.type == "cpu"
+    return tensor.contiguous(memory_format=suggest_memory_format(like) if on_cpu else torch.contiguous_format)
+
+
 OTHERS: dict[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     aten.native_dropout_backward.default: lambda a, b: (a, b > 0.5, 2.0),
     aten.roll.default: lambda a, b: (a, [1], [1]),
+    aten.native_group_norm.default: lambda a, b: (_as(a, a), None, None, len(a), 3, 20, 1, 1e-5),
+    aten.native_group_norm_backward.default: lambda a, b: (
+        *(_as(b, a), _as(a, a), torch.rand(len(a), 1), torch.rand(len(a), 1), torch.rand(3)),
+        *(len(a), 3, 20, 1, [True, True, True]),
+    ),
+    aten.zeros_like.default: lambda a, b: (a,),
+    aten.hardtanh.default: lambda a, b: (a,),
+    aten._prelu_kernel.default: lambda a, b: (a, b),
+    aten.rsub.Scalar: lambda a, b: (a, 1),
+    aten.flip.default: lambda a, b: (a, [3]),
+    aten.view.default: lambda a, b: (a, [len(a), 1, 3, 4, 5]),
     aten.native_batch_norm_backward.default: lambda a, b: (
         *(b, a, *torch.rand(5, 3)),
         *(True, 1e-5, [True, True, True]),
@@ -96,7 +123,8 @@ OTHERS: dict[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("operator", OTHERS, ids=str)
 def test_other_strides_are_foretold_as_the_kernel_gives_them(operator: Any, device: str) -> None:
     mode = KernelStrides()
-    for a, b in itertools.product(laid_out(), repeat=2):
+    ways = [*itertools.product(laid_out(), repeat=2), *itertools.product(of_one_sample(), repeat=2)]
+    for a, b in ways:
         with torch.device(device):
             given = OTHERS[operator](a(), b())
         computed = pytree.tree_leaves(operator(*given))

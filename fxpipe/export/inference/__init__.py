@@ -113,9 +113,9 @@ def _exported(held: HeldTensors, call: Call, plan: Plan | None, writer: Writer) 
     except FxpipeError as error:
         _clean(writer.folder)
         first = in_a_line(error)
-    made = _attempt(held, call, plan, writer, dynamic=False)
+    export = _attempt(held, call, plan, writer, dynamic=False)
     note = f"the batch size is fixed at {call.size}: with an open one, {first}"
-    return dataclasses.replace(made, warnings=(note, *made.warnings))
+    return dataclasses.replace(export, warnings=(note, *export.warnings))
 
 
 def _attempt(held: HeldTensors, call: Call, plan: Plan | None, writer: Writer, dynamic: bool) -> InferenceExport:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, arange, nn
 
+from fxpipe import user_lines
 from fxpipe.errors import ExportError, first_line
 from fxpipe.task.hooks import Loss
 from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.torch_private import pytree
-from fxpipe.tracing import user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 
 
@@ -55,16 +55,16 @@ class Call:
         Raises:
             ExportError: the model returns other tensors than when the loss called it.
         """
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(v, Tensor) else v for v in self.leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(v, Tensor) else v for v in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found, _ = _outputs(model(*args, **kwargs))
-        if tuple(found) != self.outputs:
+        outputs, _ = _outputs(model(*args, **kwargs))
+        if tuple(outputs) != self.outputs:
             raise ExportError(
-                f"the model returns {', '.join(found) or 'no tensor'}, "
+                f"the model returns {', '.join(outputs) or 'no tensor'}, "
                 f"but {', '.join(self.outputs) or 'none'} where the loss calls it"
             )
-        return [value for name, value in found.items() if name != self.loss]
+        return [value for name, value in outputs.items() if name != self.loss]
 
     def resized(self, rows: int) -> tuple[Tensor, ...]:
         """The tensors with another batch size: the example's rows, repeated from the first."""
@@ -133,10 +133,10 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     calls, results, parts = seen
     if parts or len(calls) != 1:
         often = {0: "does not call the model", 1: "calls the model once"}
-        said = [often.get(len(calls), f"calls the model {len(calls)} times")]
-        said += [f"calls {', '.join(map(repr, dict.fromkeys(parts)))} on its own"] if parts else []
+        reasons = [often.get(len(calls), f"calls the model {len(calls)} times")]
+        reasons += [f"calls {', '.join(map(repr, dict.fromkeys(parts)))} on its own"] if parts else []
         raise ExportError(
-            f"the loss {', and '.join(said)}: the export needs exactly one call of the model, model(…)",
+            f"the loss {', and '.join(reasons)}: the export needs exactly one call of the model, model(…)",
             where=user_lines.definition(loss),
             hint="move everything that makes the prediction into the model's forward, and call that once in the loss",
         )
@@ -159,7 +159,7 @@ def _described(
     if not any(batched):
         size = None
         notes = ["no input of the model has the batch as its first dimension: all sizes are fixed", *notes]
-    made = Call(
+    call = Call(
         names=distinct([_named(model, path) for path in tensors]),
         tensors=tuple(tensors.values()),
         leaves=tuple(leaves),
@@ -170,23 +170,23 @@ def _described(
         loss=next((name for name, value in outputs.items() if value is loss), None),
         notes=tuple(notes),
     )
-    if not made.kept:
+    if not call.kept:
         raise ExportError("the model returns no tensor but the loss", hint="return the prediction as well")
     if size == 1:  # torch.export treats a size of 1 as a constant
-        made = dataclasses.replace(made, tensors=made.resized(2), size=2)
-    return made
+        call = dataclasses.replace(call, tensors=call.resized(2), size=2)
+    return call
 
 
 def _named(model: nn.Module, path: Sequence[Any]) -> str:
     """`input_ids`, `mask[0]`, `extra.bias`: a leaf of the arguments under its name in the model's forward."""
-    kind, which, *rest = path
+    kind, which, *keys = path
     name = str(getattr(which, "key", ""))
     if kind.idx == 0:
         parameters = list(inspect.signature(model.forward).parameters.values())
         plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
         name = plain[which.idx].name if which.idx < len(plain) else f"{several}[{which.idx - len(plain)}]"
-    return name + "".join(_step(key) for key in rest)
+    return name + "".join(_step(key) for key in keys)
 
 
 def _step(key: Any) -> str:
@@ -197,23 +197,23 @@ def _step(key: Any) -> str:
 
 def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
     """The names; a repeated one gets a number."""
-    made: dict[str, None] = dict.fromkeys(taken)
+    unique: dict[str, None] = dict.fromkeys(taken)
     for name in names:
         chosen, number = name, 1
-        while chosen in made:
+        while chosen in unique:
             chosen, number = f"{name}_{number}", number + 1
-        made[chosen] = None
-    return tuple(made)[len(dict.fromkeys(taken)) :]
+        unique[chosen] = None
+    return tuple(unique)[len(dict.fromkeys(taken)) :]
 
 
 def _outputs(result: Any) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors that the model returns, by name; and what else it returns, in words."""
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     others: list[str] = []
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, Tensor):
-            found.append((name or "output", value))
+            tensors.append((name or "output", value))
         elif isinstance(value, Mapping):
             for key, v in value.items():
                 walk(v, f"{name}.{key}" if name else str(key))
@@ -228,5 +228,5 @@ def _outputs(result: Any) -> tuple[dict[str, Tensor], list[str]]:
             others.append(f"output {name or 'of the model'} is a {type(value).__name__}, not a tensor: left out")
 
     walk(result, "")
-    names = distinct([name for name, _ in found])
-    return dict(zip(names, [value for _, value in found], strict=True)), others
+    names = distinct([name for name, _ in tensors])
+    return dict(zip(names, [value for _, value in tensors], strict=True)), others

@@ -63,12 +63,12 @@ def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[
     order = {node: i for i, node in enumerate([*graph.inputs, *graph.calls])}
     ports = _Ports(graph, at, count)
     chain: list[ChainStage] = []
-    wanted = tuple(node for _, node in graph.outputs)
+    leaves = tuple(node for _, node in graph.outputs)
     for k in reversed(range(count)):
         arrives: set[fx.Node] = set()
         local: set[fx.Node] = set()
         sizes: set[fx.Node] = set()
-        stack = [*wanted, *(n for n in graph.calls if at.get(n) == k)]
+        stack = [*leaves, *(n for n in graph.calls if at.get(n) == k)]
         while stack:
             node = stack.pop()
             if node in local or node in arrives or node in graph.held:
@@ -85,9 +85,9 @@ def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[
             arrives |= set(graph.inputs)
         ordered = tuple(sorted(arrives, key=order.__getitem__))
         calls = tuple(n for n in graph.calls if n in local or (n in sizes and n not in substitutes))
-        sides = ports.at(k, ordered), ports.at(k + 1, wanted)
-        chain.append(ChainStage(k, count, ordered, wanted, *sides, calls, substitutes))
-        wanted = ordered
+        sides = ports.at(k, ordered), ports.at(k + 1, leaves)
+        chain.append(ChainStage(k, count, ordered, leaves, *sides, calls, substitutes))
+        leaves = ordered
     return chain[::-1]
 
 
@@ -95,7 +95,7 @@ def _resolve(
     sizes: set[fx.Node], local: set[fx.Node], arrives: set[fx.Node], graph: EvalGraph
 ) -> dict[fx.Node, tuple[fx.Node, int]]:
     """For every size that a stage reads, a separate tensor to read it from; adds to `sizes` and `arrives`."""
-    found: dict[fx.Node, tuple[fx.Node, int]] = {}
+    substitutes: dict[fx.Node, tuple[fx.Node, int]] = {}
     stack = sorted(sizes, key=lambda n: n.name)
     sizes.clear()
     while stack:
@@ -115,9 +115,9 @@ def _resolve(
         if place is None:
             arrives.update(n for n in tensors if n not in local)
         else:
-            found[node] = place
+            substitutes[node] = place
             arrives.add(place[0])
-    return found
+    return substitutes
 
 
 class _Ports:

@@ -42,8 +42,7 @@ def check_chain(
                 trial.values = session.run(trial.values)
             except ExportError as error:
                 raise ExportError(error.what, where=f"batch size {trial.rows}", hint=error.hint) from error
-    types = {*(str(p.dtype).removeprefix("torch.") for p in held.model.parameters())}
-    limit = tolerance([*types, *(port.dtype for port in stages[-1].outputs)])
+    limit = tolerance([*(p.dtype for p in held.model.parameters()), *(port.dtype for port in stages[-1].outputs)])
     worst = 0.0
     for trial in trials:
         found = compare(trial.values, trial.expected, nan_equals_nan=True)

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from fxpipe import user_lines
 from fxpipe.errors import ExportError, FxpipeError, first_line
 from fxpipe.export.inference.call import Call, distinct, untouched
 from fxpipe.export.inference.nodes import draws, is_size, own_name, place_of
 from fxpipe.messages import silenced
 from fxpipe.onnx.convert import quiet
-from fxpipe.tracing import user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
@@ -130,20 +130,20 @@ def _exported(held: HeldTensors, call: Call, dynamic: bool) -> ExportedProgram:
 def _live(outputs: Sequence[fx.Node]) -> set[fx.Node]:
     """Everything that the outputs need. An input is not needed only because the tracer read the batch size from it."""
     live: set[fx.Node] = set()
-    asked: list[fx.Node] = []
+    sizes: list[fx.Node] = []
     stack = list(outputs)
-    while stack or asked:
+    while stack or sizes:
         if not stack:
-            size = asked.pop()
-            known = {str(d) for n in live if n.op == "placeholder" for d in n.meta["val"].shape}
-            stack += () if str(size.meta["val"]) in known else size.all_input_nodes
+            size = sizes.pop()
+            live_sizes = {str(d) for n in live if n.op == "placeholder" for d in n.meta["val"].shape}
+            stack += () if str(size.meta["val"]) in live_sizes else size.all_input_nodes
             continue
         node = stack.pop()
         if node in live:
             continue
         live.add(node)
         if is_size(node) and not all(map(is_size, node.all_input_nodes)):
-            asked.append(node)
+            sizes.append(node)
         else:
             stack += node.all_input_nodes
     return live
@@ -181,16 +181,16 @@ def _placeholders(
 
 def _explained(error: Exception) -> ExportError:
     """Why torch.export failed, with the user's line."""
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     where = user_lines.user_traceback(error)
-    if re.search(DATA_DEPENDENT, said):
+    if re.search(DATA_DEPENDENT, message):
         return ExportError(
             "the forward depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape "
             "from data",
             where=where,
             hint="compute both branches and choose with torch.where, or skip the test in eval mode",
         )
-    if "Constraints violated" in said:
+    if "Constraints violated" in message:
         return ExportError("the forward treats the batch size as a constant")
     return ExportError(f"the forward cannot be one graph: {in_a_line(error)}", where=where)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe import user_lines
 from fxpipe.ir.aten import is_random
-from fxpipe.tracing import user_lines
 
 aten = torch.ops.aten
 

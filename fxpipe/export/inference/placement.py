@@ -22,35 +22,35 @@ def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
     reads = {node: _forward_readers(plan, graph.names[node]) for node in graph.held}
     sources = sources_of(graph)
     calls = [node for node in graph.calls if not is_size(node) and node not in sources]
-    found: dict[fx.Node, int] = {}
+    at: dict[fx.Node, int] = {}
     for node in graph.calls:
         if node in sources:  # its weights are read by its readers
             reads[node] = sorted({worker for n in node.all_input_nodes for worker in reads.get(n, ())})
     for node in calls:
-        arrive = [found[n] for n in node.all_input_nodes if n in found]
+        arrive = [at[n] for n in node.all_input_nodes if n in at]
         least = max(arrive, default=0)
         readers = [reads[n] for n in node.all_input_nodes if reads.get(n)]
-        weights = [min((worker for worker in each if worker >= least), default=least) for each in readers]
+        weights = [min((worker for worker in workers if worker >= least), default=least) for workers in readers]
         if arrive or weights:
-            found[node] = max([least, *weights])
+            at[node] = max([least, *weights])
     for node in reversed(calls):
-        if node not in found:
-            found[node] = min((found[user] for user in node.users if user in found), default=0)
+        if node not in at:
+            at[node] = min((at[user] for user in node.users if user in at), default=0)
     for node in calls:
         if is_getitem(node):  # a tuple never crosses workers, its elements do
-            found[node] = found[node.all_input_nodes[0]]
-    return found
+            at[node] = at[node.all_input_nodes[0]]
+    return at
 
 
 def sources_of(graph: EvalGraph) -> set[fx.Node]:
     """What is cheap to make from weights, sizes or nothing: every stage that reads it computes it itself."""
-    found: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     for node in graph.calls:
         makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
-        from_sources = all(n in found or n in graph.held or is_size(n) for n in node.all_input_nodes)
+        from_sources = all(n in sources or n in graph.held or is_size(n) for n in node.all_input_nodes)
         if node.op == "get_attr" or (makes_tensor and from_sources and is_cheap(node)):
-            found.add(node)
-    return found
+            sources.add(node)
+    return sources
 
 
 def check_plan(plan: Plan, held: HeldTensors) -> None:
@@ -60,10 +60,10 @@ def check_plan(plan: Plan, held: HeldTensors) -> None:
         ExportError: their parameters differ in names or shapes.
     """
     names = [row[0] for row in held.names[: held.parameters]]
-    own = {name: tuple(value.shape) for name, value in zip(names, held.values, strict=False)}
-    planned = {row.name: tuple(row.tensor.shape) for row in plan.tensors if row in plan.parameters or row.name in own}
-    if own != planned:
-        other = sorted(name for name in own.keys() | planned.keys() if own.get(name) != planned.get(name))
+    shapes = {name: tuple(value.shape) for name, value in zip(names, held.values, strict=False)}
+    planned = {row.name: tuple(row.tensor.shape) for row in plan.tensors if row in plan.parameters or row.name in names}
+    if shapes != planned:
+        other = sorted(name for name in shapes.keys() | planned.keys() if shapes.get(name) != planned.get(name))
         raise ExportError(
             f"the build is for another model: they differ in {listed(other, 8)}",
             hint="compile it again, or give the model file that it was compiled from",

@@ -100,14 +100,14 @@ class Writer:
         return model, weights
 
 
-def _places(stage: ChainStage, said: str) -> str | None:
+def _places(stage: ChainStage, message: str) -> str | None:
     """The user's lines that call the operators named in an error; the conversion itself no longer knows them.
 
     The error may name a part of the user's operator: `prims.bessel_j0` of `aten.special_bessel_j0`.
     """
-    parts = tuple(name.strip("_") for name in re.findall(r"\b(?:aten|prims)\.(\w+)\.\w+", said))
-    made = [n for n in stage.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
-    return "; ".join(dict.fromkeys(place for n in made if (place := place_of(n)))) or None
+    parts = tuple(name.strip("_") for name in re.findall(r"\b(?:aten|prims)\.(\w+)\.\w+", message))
+    calls = [n for n in stage.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
+    return "; ".join(dict.fromkeys(place for n in calls if (place := place_of(n)))) or None
 
 
 def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict[str, Tensor]]:
@@ -120,10 +120,10 @@ def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict
     specs: list[InputSpec] = []
 
     def placeholder(node: fx.Node, kind: InputKind) -> None:
-        made = mapped[node] = new.placeholder(re.sub(r"\W", "_", node.name))
-        made.meta = {"val": node.meta["val"]}
-        target = made.name if kind == InputKind.CONSTANT_TENSOR else None
-        specs.append(InputSpec(kind, TensorArgument(name=made.name), target))
+        input_node = mapped[node] = new.placeholder(re.sub(r"\W", "_", node.name))
+        input_node.meta = {"val": node.meta["val"]}
+        target = input_node.name if kind == InputKind.CONSTANT_TENSOR else None
+        specs.append(InputSpec(kind, TensorArgument(name=input_node.name), target))
 
     read = {n for node in stage.calls for n in node.all_input_nodes} | set(stage.leaves)
     held = [n for n in graph.held if n in read]

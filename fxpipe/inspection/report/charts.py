@@ -9,13 +9,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fxpipe.inspection.formats import ms, number, share
 from fxpipe.inspection.report.drawing import tag, ticks
 from fxpipe.inspection.report.marks import MARKS, look, stroke
+from fxpipe.inspection.table import Json, ms, number, share
 from fxpipe.inspection.tables import PARTS
 from fxpipe.observe.trace import OF_TRAINING
 
-Json = dict[str, Any]
 Points = Sequence[tuple[float, float | None]]
 
 STEPS = 40
@@ -115,9 +114,9 @@ def bars(
         total = 0.0
         for kind, part in parts.items():
             if part:
-                said = f"worker {worker}: {MARKS[kind].name} {form(part)}"
+                title = f"worker {worker}: {MARKS[kind].name} {form(part)}"
                 ends = total, total + part
-                drawn.append(plane.box(ends, (place - 0.35, place + 0.35), **look(kind, worker), title=said))
+                drawn.append(plane.box(ends, (place - 0.35, place + 0.35), **look(kind, worker), title=title))
                 total += part
     if ideal is not None:
         drawn.append(plane.box((ideal, ideal), plane.y, class_="ideal"))
@@ -186,7 +185,7 @@ def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]
     steps, trained = run["metrics"]["step"], {"loss": run["metrics"]["loss"], **(run.get("step_metrics") or {})}
     rows = run.get("evaluations") or []
     held = {name: None for row in rows for name in row["metrics"]}
-    found = {}
+    charts = {}
     for name in {**trained, **held}:
         drawn, key = _of_steps(steps, trained.get(name) or [], "training")
         for kind, (noun, looks) in EVALUATED.items():
@@ -196,8 +195,8 @@ def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]
                 drawn += [Line(points, looks), Line(points, {"stroke": looks["stroke"]}, dots=True)]
                 key.append((noun, looks))
         if drawn:
-            found[name] = _chart(name.capitalize() if name == "loss" else name, drawn), key
-    return found
+            charts[name] = _chart(name.capitalize() if name == "loss" else name, drawn), key
+    return charts
 
 
 def speed(run: Json) -> Markup:
@@ -227,8 +226,8 @@ def _chart(title: str, drawn: Sequence[Line], least: float | None = None) -> Mar
     low = min(held)
     least = low - 0.06 * (max(held) - low or abs(low) or 1) if least is None else min(least, low)
     points = [point for point in drawn[-1].points if point[1] is not None]
-    said = f"{title} over steps {points[0][0]} to {points[-1][0]}: first {number(points[0][1])}, "
-    return lines(f"{said}last {number(points[-1][1])}.", ("step", ""), drawn, least, 260)
+    sentence = f"{title} over steps {points[0][0]} to {points[-1][0]}: first {number(points[0][1])}, "
+    return lines(f"{sentence}last {number(points[-1][1])}.", ("step", ""), drawn, least, 260)
 
 
 def _known(values: Sequence[float | None]) -> list[float | None]:
@@ -263,11 +262,11 @@ def _thin(points: Points, most: int = POINTS) -> Points:
     stride = math.ceil(2 * len(points) / most)
     if stride < 3:
         return points
-    kept: list[tuple[float, float | None]] = []
+    shown: list[tuple[float, float | None]] = []
     for start in range(0, len(points), stride):
-        known = [p for p in points[start : start + stride] if p[1] is not None]
-        kept += sorted({min(known, key=_height), max(known, key=_height)}) if known else [(points[start][0], None)]
-    return kept
+        stretch = [p for p in points[start : start + stride] if p[1] is not None] or [points[start]]
+        shown += sorted({end(stretch, key=_height) for end in (min, max)})
+    return shown
 
 
 def _height(point: tuple[float, float | None]) -> float:

@@ -8,11 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fxpipe.inspection.formats import ms, plural
 from fxpipe.inspection.modules import LOSS
 from fxpipe.inspection.report.drawing import runs, stretch, tag
-
-Json = dict[str, Any]
+from fxpipe.inspection.table import Json, ms, plural
 
 NAMED = 24
 """At most this many modules are named; they are as deep as that allows."""
@@ -38,11 +36,11 @@ def model_map(facts: Json) -> Markup:
         """A part for each run of units of one worker."""
         for first, end, worker in runs(unit[lane] for unit in units):
             time = ms(sum(unit[name] for unit in units[first:end] for name in times))
-            said = f"worker {worker}, {lane}: {time}\nunits {first} to {end - 1} of {len(units)}"
+            title = f"worker {worker}, {lane}: {time}\nunits {first} to {end - 1} of {len(units)}"
             begins = tag("span", f"{cut} {paths[first]}") if first else None
             yield box(
                 first, end, tag("b", f"worker {worker} · {time}"), begins, class_=f"part w{worker % 8}",
-                title=f"{said}\n{paths[first]} … {paths[end - 1]}",
+                title=f"{title}\n{paths[first]} … {paths[end - 1]}",
             )  # fmt: skip
 
     def between(before: str, after: str) -> Iterator[Markup]:
@@ -50,8 +48,8 @@ def model_map(facts: Json) -> Markup:
         pairs = ((u[before], u[after]) if u["apart"] and u[before] != u[after] else None for u in units)
         for first, end, pair in runs(pairs):
             if pair is not None:
-                said = f"{plural(end - first, 'unit')}: {before} on {pair[0]}, {after} on {pair[1]}"
-                yield box(first, end, tag("span", f"{pair[0]} ≠ {pair[1]}"), class_="apart", title=said)
+                title = f"{plural(end - first, 'unit')}: {before} on {pair[0]}, {after} on {pair[1]}"
+                yield box(first, end, tag("span", f"{pair[0]} ≠ {pair[1]}"), class_="apart", title=title)
 
     def modules() -> Iterator[Markup]:
         """The modules, as deep as `NAMED` allows."""

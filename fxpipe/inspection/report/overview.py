@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from fxpipe.inspection.formats import count, number, plural, share, size, text
+from fxpipe.inspection.table import Json, count, number, plural, share, size, text
 from fxpipe.runtime.options import SHOWN
 from fxpipe.schedule.graph import graph_text
-
-Json = dict[str, Any]
 
 
 def elsewhere(facts: Json) -> str:
@@ -25,11 +22,11 @@ def settings(build: Json) -> list[tuple[str, str]]:
     names += ["costs", "torch"]
     labels = {"samples": "samples a minibatch"}
     unset = {"autocast": None, "params": None, "codec": "none"}
-    own = [(f"setting {name}", text(row["value"])) for name, row in build["settings"].items()]
+    model_settings = [(f"setting {name}", text(row["value"])) for name, row in build["settings"].items()]
     shown = [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
     name, _, order = graph_text(tuple(map(tuple, build["graph"]))).partition(": ")
     shown += [(name, order)] if order else []
-    return shown + own + ([("arguments", " ".join(build["arguments"]))] if build["arguments"] else [])
+    return shown + model_settings + ([("arguments", " ".join(build["arguments"]))] if build["arguments"] else [])
 
 
 def run_settings(run: Json) -> list[tuple[str, str]]:
@@ -38,13 +35,13 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
         "folder": text, "steps": count, "samples": count, "seconds": number, "transport": text, "device": text,
         "throttle": text, "threads": count, **dict.fromkeys(SHOWN, text),
     }  # fmt: skip
-    known = [(name, run.get(name), form) for name, form in forms.items()]
-    known += [(f"setting {name}", value, text) for name, value in (run.get("settings") or {}).items()]
+    rows = [(name, run.get(name), form) for name, form in forms.items()]
+    rows += [(f"setting {name}", value, text) for name, value in (run.get("settings") or {}).items()]
     scaling = run.get("loss_scaling") or {}
-    known += [("loss scale", scaling.get("scale"), number), ("steps skipped", scaling.get("skipped_steps"), count)]
+    rows += [("loss scale", scaling.get("scale"), number), ("steps skipped", scaling.get("skipped_steps"), count)]
     held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]
     labels = {"samples": "samples a step"}
-    named = [(labels.get(name, name.replace("_", " ")), value, form) for name, value, form in known] + held_out
+    named = [(labels.get(name, name.replace("_", " ")), value, form) for name, value, form in rows] + held_out
     return [(name, form(value)) for name, value, form in named if value is not None]
 
 

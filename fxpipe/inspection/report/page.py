@@ -17,14 +17,13 @@ from markupsafe import Markup
 
 from fxpipe.errors import BuildError
 from fxpipe.files import replaced
-from fxpipe.inspection import formats, tables
+from fxpipe.inspection import table, tables
 from fxpipe.inspection.grid import CELL, example, explained, in_words
 from fxpipe.inspection.report import charts, overview
-from fxpipe.inspection.report.drawing import folded, tag
+from fxpipe.inspection.report.drawing import drawn, folded, tag
 from fxpipe.inspection.report.marks import MARKS, chip, stroke
 from fxpipe.inspection.report.marks import style as style_of_marks
 from fxpipe.inspection.report.model_map import model_map
-from fxpipe.inspection.report.tables import drawn
 from fxpipe.inspection.report.timeline import timeline
 from fxpipe.inspection.report.tree import tree
 from fxpipe.observe.trace import KINDS
@@ -102,8 +101,8 @@ def embedded(value: Any) -> str:
 
 def _panels(facts: Json) -> list[Json]:
     """The simulated and the measured timeline, if they have spans, each with a sentence on how far it goes."""
-    found = {"simulated": facts["timeline"], "measured": (facts["run"] or {}).get("timeline")}
-    shown = {name: timeline for name, timeline in found.items() if timeline and timeline["spans"]}
+    timelines = {"simulated": facts["timeline"], "measured": (facts["run"] or {}).get("timeline")}
+    shown = {name: timeline for name, timeline in timelines.items() if timeline and timeline["spans"]}
     last = {name: max(span[5] for span in timeline["spans"]) for name, timeline in shown.items()}
     return [
         {"name": name, "spans": timeline["spans"], "words": _how_far(name, timeline, last[name], max(last.values()))}
@@ -113,8 +112,8 @@ def _panels(facts: Json) -> list[Json]:
 
 def _how_far(name: str, timeline: Json, last: float, end: float) -> str:
     minibatches, spans = timeline["minibatches"], len(timeline["spans"])
-    words = f"{name.capitalize()}: {formats.plural(minibatches, 'minibatch', 'minibatches')}, "
-    words += f"{formats.plural(spans, 'span')}, until {formats.ms(1e3 * last)}"
+    words = f"{name.capitalize()}: {table.plural(minibatches, 'minibatch', 'minibatches')}, "
+    words += f"{table.plural(spans, 'span')}, until {table.ms(1e3 * last)}"
     words += "; its lanes are blank from there on." if last < end else "."
     if (timeline.get("of") or 0) > minibatches:
         words += f" Of {timeline['of']:,} minibatches only the first {minibatches:,} are shown."
@@ -132,31 +131,31 @@ def _cells(rows: Sequence[Sequence[str]]) -> list[list[tuple[str, str, str, str]
 
 
 def _cell(rank: int, label: str, shown: str) -> tuple[str, str, str, str]:
-    if not (found := CELL.fullmatch(label)):
+    if not (match := CELL.fullmatch(label)):
         return "", "", "", ""
     action, at, seen = label.partition("@")
-    look = f"k-{'F' if found['phase'] == 'F' else 'B'} w{int(found['worker'] or rank) % 8}"
+    look = f"k-{'F' if match['phase'] == 'F' else 'B'} w{int(match['worker'] or rank) % 8}"
     return action, at + seen, f"{look} example" if label == shown else look, in_words(label)
 
 
 @cache
 def _templates() -> Environment:
     """The templates, which escape all values but `Markup`."""
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("fxpipe.inspection", "report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {name: getattr(formats, name) for name in ("text", "count", "share")}
-    made.filters |= {"drawn": drawn, "folded": folded}
-    made.filters["strokes"] = lambda workers: [(f"worker {w}", stroke(w)) for w in workers]
-    made.globals |= {
-        "chip": chip, "marks": MARKS, "plural": formats.plural, "cells": _cells, "tables": tables, "overview": overview,
+    environment.filters |= {name: getattr(table, name) for name in ("text", "count", "share")}
+    environment.filters |= {"drawn": drawn, "folded": folded}
+    environment.filters["strokes"] = lambda workers: [(f"worker {w}", stroke(w)) for w in workers]
+    environment.globals |= {
+        "chip": chip, "marks": MARKS, "plural": table.plural, "cells": _cells, "tables": tables, "overview": overview,
         "charts": charts, "tag": tag, "spent_kinds": charts.spent_kinds,
     }  # fmt: skip
-    return made
+    return environment
 
 
 def _own(name: str) -> str:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from markupsafe import Markup
 
-from fxpipe.inspection.formats import ms
 from fxpipe.inspection.report.drawing import stretch, tag, ticks
 from fxpipe.inspection.report.marks import look
+from fxpipe.inspection.table import Json, ms
 
-Json = dict[str, Any]
 ACTIONS = ("F", "B", "W")
 HEAD, FOOT = 34, 26
 """The heights of a panel's name and of the axis, in pixels."""
@@ -45,9 +43,9 @@ def timeline(panels: Sequence[Json], build: Json) -> Markup:
 def _opening(panels: Sequence[Json], build: Json) -> float:
     """The seconds that are visible at first: those of the first minibatches."""
     last = [max(span[5] for span in panel["spans"]) for panel in panels]
-    wanted = max(6, min(12, 2 * build["workers"])) - 1
+    minibatch = max(6, min(12, 2 * build["workers"])) - 1
     ends = [
-        max((span[5] for span in panel["spans"] if span[2] == wanted), default=0) or end
+        max((span[5] for span in panel["spans"] if span[2] == minibatch), default=0) or end
         for panel, end in zip(panels, last, strict=True)
     ]
     return max(*ends, min(*last, max(last) / 4))

@@ -121,12 +121,12 @@ def _efficient(call: _AttentionCall) -> tuple[Tensor, ...]:
 def _efficient_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
     lse = call.given["logsumexp"][..., : call.q.shape[-2]].to(call.q.dtype)
     *grads, ds = call.backward(call.given["grad_out_"], lse)
-    asked = call.given["grad_input_mask"]
-    if asked[3] and call.bias is not None:
+    mask = call.given["grad_input_mask"]
+    if mask[3] and call.bias is not None:
         grads.append(ds.sum_to_size(call.bias.shape))
     else:
         grads.append(call.q.new_zeros(0))
-    return tuple(g if wanted else call.q.new_zeros(0) for g, wanted in zip(grads, asked, strict=True))
+    return tuple(g if needed else call.q.new_zeros(0) for g, needed in zip(grads, mask, strict=True))
 
 
 def _cudnn(call: _AttentionCall) -> tuple[Any, ...]:

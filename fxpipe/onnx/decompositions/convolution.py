@@ -86,8 +86,8 @@ def _input(
             turned = turned.flip(list(range(2, w.ndim)))
         pad = [r - p for r, p in zip(reach, padding, strict=True)]
         return aten.convolution.default(grad, turned, None, stride, pad, dilation, False, [0] * axes, groups)
-    made = [(g - 1) * s - 2 * p + r + 1 for g, s, p, r in zip(grad.shape[2:], stride, padding, reach, strict=True)]
-    over = [size - m for size, m in zip(x.shape[2:], made, strict=True)]
+    sizes = [(g - 1) * s - 2 * p + r + 1 for g, s, p, r in zip(grad.shape[2:], stride, padding, reach, strict=True)]
+    over = [size - m for size, m in zip(x.shape[2:], sizes, strict=True)]
     return aten.convolution.default(grad, w, None, stride, padding, dilation, True, over, groups)
 
 
@@ -96,7 +96,7 @@ def _weight(
 ) -> Tensor:
     """For each place of the kernel: the entries of x that it touched, times grad, over samples and places at once."""
     n = x.shape[0]
-    made = list(grad.shape[2:])
+    sizes = list(grad.shape[2:])
     per, entries = grad.shape[1] // groups, w.shape[1]
     if any(padding):
         x = torch.constant_pad_nd(x, [p for p in reversed(padding) for _ in range(2)])
@@ -105,20 +105,20 @@ def _weight(
         left = grad.reshape(n, groups, per, -1)
         parts = []
         for place in places:
-            right = _met(x, place, made, stride, dilation).reshape(n, groups, entries, -1)
+            right = _met(x, place, sizes, stride, dilation).reshape(n, groups, entries, -1)
             parts.append((left @ right.transpose(-1, -2)).sum(0).reshape(-1, entries))
         return (parts[0] if len(parts) == 1 else torch.stack(parts, -1)).reshape(w.shape)
     # The sum over samples within the product: channels first, then all samples and places as one axis.
     x, left = x.transpose(0, 1), grad.transpose(0, 1).reshape(per, -1)
-    met = [_met(x, place, made, stride, dilation) for place in places]
-    if entries < _FEW or prod(made) <= _SMALL:  # one product for all places of the kernel, where each would be small
+    met = [_met(x, place, sizes, stride, dilation) for place in places]
+    if entries < _FEW or prod(sizes) <= _SMALL:  # one product for all places of the kernel, where each would be small
         return (left @ torch.stack(met, 1).reshape(entries * len(places), -1).t()).reshape(w.shape)
     return torch.stack([left @ m.reshape(entries, -1).t() for m in met], -1).reshape(w.shape)
 
 
-def _met(x: Tensor, place: Sequence[int], made: list[int], stride: list[int], dilation: list[int]) -> Tensor:
+def _met(x: Tensor, place: Sequence[int], sizes: list[int], stride: list[int], dilation: list[int]) -> Tensor:
     """The entries of x that this place of the kernel touched, for each output."""
-    for axis, (i, count, s, d) in enumerate(zip(place, made, stride, dilation, strict=True)):
+    for axis, (i, count, s, d) in enumerate(zip(place, sizes, stride, dilation, strict=True)):
         start, end = i * d, i * d + (count - 1) * s + 1
         if start or s > 1 or x.shape[axis + 2] != count:
             x = aten.slice.Tensor(x, axis + 2, start, end, s)

@@ -39,10 +39,10 @@ def _grouped_mm(
     ends = offs.long().unsqueeze(1)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
     places = torch.arange(a.shape[0] if b.ndim == 3 else a.shape[1], device=a.device)
-    own = (places >= starts) & (places < ends)  # [groups, places]
+    members = (places >= starts) & (places < ends)  # [groups, places]
     if b.ndim == 3:
-        return torch.where(own.unsqueeze(-1), a @ b, 0.0).sum(0).to(kind)
-    return (torch.where(own.unsqueeze(1), a, 0.0) @ b).to(kind)
+        return torch.where(members.unsqueeze(-1), a @ b, 0.0).sum(0).to(kind)
+    return (torch.where(members.unsqueeze(1), a, 0.0) @ b).to(kind)
 
 
 def _grouped_mm_backward(x: Tensor, weight: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,10 @@ _OF_LIBRARIES: dict[str, dict[str, Callable[..., Any]]] = {
 
 def of_libraries() -> Decompositions:
     """Decompositions of operators that exist only while their library is imported."""
-    found: Decompositions = {}
+    table: Decompositions = {}
     for library, functions in _OF_LIBRARIES.items():
         for name, function in functions.items():
             operator = getattr(getattr(torch.ops, library), name, None)
             if operator is not None:
-                found[operator.default] = function
-    return found
+                table[operator.default] = function
+    return table

@@ -39,9 +39,9 @@ def along(x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
         elif axis == x.ndim - 2:
             x = m @ x
         else:
-            rest = x.shape[axis + 1 :]
+            tail = x.shape[axis + 1 :]
             flat = m @ x.reshape(*x.shape[: axis + 1], -1)
-            x = flat.reshape(*flat.shape[:-1], *rest)
+            x = flat.reshape(*flat.shape[:-1], *tail)
     return x
 
 

@@ -21,12 +21,13 @@ def _nll_forward(
 ) -> tuple[Tensor, Tensor]:
     """The loss and the divisor of the mean. Classes are the second axis, or the only one."""
     axis = 0 if x.ndim == 1 else 1
-    kept = target != ignore_index
+    valid = target != ignore_index
     # ONNX would count a negative class from the end: one that is out of range raises, as ATen does.
-    safe = torch.where(kept, torch.where(target < 0, x.shape[axis], target), 0)
+    safe = torch.where(valid, torch.where(target < 0, x.shape[axis], target), 0)
     loss = -x.gather(axis, safe.unsqueeze(axis)).squeeze(axis)
-    counts = kept.to(x.dtype) if weight is None else weight.index_select(0, safe.reshape(-1)).reshape(safe.shape) * kept
-    loss = torch.where(kept, loss if weight is None else loss * counts, 0.0)
+    weights = None if weight is None else weight.index_select(0, safe.reshape(-1)).reshape(safe.shape)
+    counts = valid.to(x.dtype) if weights is None else weights * valid
+    loss = torch.where(valid, loss if weight is None else loss * counts, 0.0)
     if reduction == 0 and x.ndim > 1:
         return loss, x.new_zeros(())
     total = counts.sum()
@@ -58,8 +59,8 @@ class _Margin:
         self.square = p == 2
 
     def loss(self, reduction: int) -> Tensor:
-        made = self.over * self.over if self.square else self.over
-        return _reduced((made * self.weight).sum(-1) / self.over.shape[-1], reduction)
+        terms = self.over * self.over if self.square else self.over
+        return _reduced((terms * self.weight).sum(-1) / self.over.shape[-1], reduction)
 
     def gradient(self, share: Tensor) -> Tensor:
         slope = 2 * self.over if self.square else (self.over > 0).to(self.over.dtype)
@@ -83,12 +84,12 @@ class _Labels:
     """`multilabel_margin_loss`: how far other classes come within 1 of each label; labels end at the first −1."""
 
     def __init__(self, x: Tensor, target: Tensor) -> None:
-        kept = (target == -1).to(torch.int64).cumsum(-1) == 0
-        safe = torch.where(kept, torch.where(target < 0, x.shape[-1], target), 0)  # out of range raises, as in ATen
-        self.places = (safe[..., None] == torch.arange(x.shape[-1], device=x.device)) & kept[..., None]
+        valid = (target == -1).to(torch.int64).cumsum(-1) == 0
+        safe = torch.where(valid, torch.where(target < 0, x.shape[-1], target), 0)  # out of range raises, as in ATen
+        self.places = (safe[..., None] == torch.arange(x.shape[-1], device=x.device)) & valid[..., None]
         self.true = self.places.to(x.dtype).sum(-2) > 0
         over = 1 - x.gather(-1, safe)[..., None] + x[..., None, :]
-        self.over = torch.where((over > 0) & kept[..., None] & ~self.true[..., None, :], over, 0.0)
+        self.over = torch.where((over > 0) & valid[..., None] & ~self.true[..., None, :], over, 0.0)
 
     def gradient(self, share: Tensor) -> Tensor:
         slope = (self.over > 0).to(self.over.dtype)

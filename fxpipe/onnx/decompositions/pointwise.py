@@ -12,17 +12,6 @@ from fxpipe.torch_private import Decompositions
 aten = torch.ops.aten
 
 
-def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        k = math.sqrt(2 / math.pi)
-        square = x * x
-        t = torch.tanh(x * (square * (k * 0.044715) + k))
-        slope = x * (square * (3 * k * 0.044715) + k)
-        return grad * ((t + 1) * ((1 - t) * slope + 1)) * 0.5
-    u = x * math.sqrt(0.5)
-    return grad * (torch.erf(u) + u * torch.exp(-(u * u)) * (2 / math.sqrt(math.pi)) + 1) * 0.5
-
-
 def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
 
@@ -55,7 +44,6 @@ def _relu(x: Tensor) -> Tensor:
 
 TABLE: Decompositions = {
     aten.relu.default: _relu,
-    aten.gelu_backward.default: _gelu_backward,
     aten.softshrink_backward.default: _shrink_backward,
     aten.hardshrink_backward.default: _shrink_backward,
     aten._cdist_forward.default: _cdist,

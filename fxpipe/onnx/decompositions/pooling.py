@@ -70,12 +70,12 @@ def _disjoint(grad: Tensor, x: Tensor, kernel: list[int], indices: Tensor, axes:
 
 
 def _adaptive_max(axes: int, x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    sizes, wanted = list(x.shape[-axes:]), _each(output_size, axes)
-    if all(s % w == 0 for s, w in zip(sizes, wanted, strict=True)):
-        kernel = [s // w for s, w in zip(sizes, wanted, strict=True)]
+    sizes, out_sizes = list(x.shape[-axes:]), _each(output_size, axes)
+    if all(s % w == 0 for s, w in zip(sizes, out_sizes, strict=True)):
+        kernel = [s // w for s, w in zip(sizes, out_sizes, strict=True)]
         pool = aten.max_pool2d_with_indices.default if axes == 2 else aten.max_pool3d_with_indices.default
         return pool(x, kernel, kernel)
-    places = constant(lambda: _windows(sizes, wanted))
+    places = constant(lambda: _windows(sizes, out_sizes))
     flat = x.flatten(-axes)
     entries = flat.index_select(-1, places.reshape(-1)).reshape(*x.shape[:-axes], *places.shape)
     best = entries.argmax(-1, keepdim=True)
@@ -83,14 +83,14 @@ def _adaptive_max(axes: int, x: Tensor, output_size: Sequence[int]) -> tuple[Ten
     return entries.amax(-1), indices
 
 
-def _windows(sizes: Sequence[int], wanted: Sequence[int]) -> Tensor:
+def _windows(sizes: Sequence[int], out_sizes: Sequence[int]) -> Tensor:
     """Places of each window's entries, [*wanted, most]; smaller windows repeat their first one."""
     windows: list[list[int]] = [[0]]
-    for size, count in zip(sizes, wanted, strict=True):
+    for size, count in zip(sizes, out_sizes, strict=True):
         spans = [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
         windows = [[p * size + s for p in window for s in span] for window in windows for span in spans]
     most = max(map(len, windows))
-    return torch.tensor([w + w[:1] * (most - len(w)) for w in windows]).reshape(*wanted, most)
+    return torch.tensor([w + w[:1] * (most - len(w)) for w in windows]).reshape(*out_sizes, most)
 
 
 # ---- means ----
@@ -105,28 +105,28 @@ def _adaptive_matrix(size: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _adaptive_mean(axes: int, x: Tensor, output_size: Sequence[int]) -> Tensor:
-    wanted = _each(output_size, axes)
-    if wanted == [1] * axes:
+    out_sizes = _each(output_size, axes)
+    if out_sizes == [1] * axes:
         return x.mean(list(range(-axes, 0)), keepdim=True)
     sizes = list(x.shape[-axes:])
-    matrices = [constant(partial(_adaptive_matrix, s, w, x.dtype)) for s, w in zip(sizes, wanted, strict=True)]
+    matrices = [constant(partial(_adaptive_matrix, s, w, x.dtype)) for s, w in zip(sizes, out_sizes, strict=True)]
     return along(x, matrices)
 
 
 def _adaptive_mean_backward(axes: int, grad: Tensor, x: Tensor) -> Tensor:
-    sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
-    if all(s % m == 0 for s, m in zip(sizes, made, strict=True)):
-        factors = [s // m for s, m in zip(sizes, made, strict=True)]
+    sizes, out_sizes = list(x.shape[-axes:]), list(grad.shape[-axes:])
+    if all(s % m == 0 for s, m in zip(sizes, out_sizes, strict=True)):
+        factors = [s // m for s, m in zip(sizes, out_sizes, strict=True)]
         return repeat(grad * (1 / prod(factors)), factors)
-    matrices = [constant(partial(_adaptive_matrix, s, m, x.dtype)).t() for s, m in zip(sizes, made, strict=True)]
+    matrices = [constant(partial(_adaptive_matrix, s, m, x.dtype)).t() for s, m in zip(sizes, out_sizes, strict=True)]
     return along(grad, matrices)
 
 
-def _mean_matrix(size: int, made: int, kernel: int, step: int, pad: int, include: bool) -> tuple[Tensor, Tensor]:
+def _mean_matrix(size: int, outputs: int, kernel: int, step: int, pad: int, include: bool) -> tuple[Tensor, Tensor]:
     """Which entries an output of one axis reads [made, size], and how many it counts."""
-    m = torch.zeros(made, size, dtype=torch.float64)
-    counts = torch.zeros(made, dtype=torch.float64)
-    for i in range(made):
+    m = torch.zeros(outputs, size, dtype=torch.float64)
+    counts = torch.zeros(outputs, dtype=torch.float64)
+    for i in range(outputs):
         start = i * step - pad
         end = min(start + kernel, size + pad)
         counts[i] = end - start if include else min(end, size) - max(start, 0)
@@ -147,12 +147,12 @@ def _mean_backward(
 ) -> Tensor:
     kernel, pad = _each(kernel_size, axes), _each(padding, axes)
     step = _each(stride, axes) if stride else kernel
-    sizes, made = list(x.shape[-axes:]), list(grad.shape[-axes:])
-    if kernel == step and not any(pad) and all(m * k == s for m, k, s in zip(made, kernel, sizes, strict=True)):
+    sizes, out_sizes = list(x.shape[-axes:]), list(grad.shape[-axes:])
+    if kernel == step and not any(pad) and all(m * k == s for m, k, s in zip(out_sizes, kernel, sizes, strict=True)):
         return repeat(grad * (1 / (divisor_override or prod(kernel))), kernel)
 
     values = []
-    for size, count, k, s, p in zip(sizes, made, kernel, step, pad, strict=True):
+    for size, count, k, s, p in zip(sizes, out_sizes, kernel, step, pad, strict=True):
         m, counts = constant(partial(_mean_matrix, size, count, k, s, p, count_include_pad))
         values.append((m.t() if divisor_override else m.t() / counts).to(grad.dtype))
     return along(grad * (1 / divisor_override) if divisor_override else grad, values)
@@ -172,13 +172,13 @@ def _mean(
         return NotImplemented  # torch.onnx converts it, but ignores the divisor
     kernel, pad = _each(kernel_size, axes), _each(padding, axes)
     step = _each(stride, axes) if stride else kernel
-    made = [
+    out_sizes = [
         pooling_output(size, k, p, s, ceil_mode)
         for size, k, p, s in zip(x.shape[-axes:], kernel, pad, step, strict=True)
     ]
     values = [
         constant(partial(_mean_matrix, size, m, k, s, p, True))[0].to(x.dtype)
-        for size, m, k, s, p in zip(x.shape[-axes:], made, kernel, step, pad, strict=True)
+        for size, m, k, s, p in zip(x.shape[-axes:], out_sizes, kernel, step, pad, strict=True)
     ]
     return along(x, values) * (1 / divisor_override)
 

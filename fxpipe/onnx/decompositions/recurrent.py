@@ -36,28 +36,28 @@ def _backward(
     biases: bool,
 ) -> list[Tensor]:
     """The layer computed again, step by step, and its gradients."""
-    given = [input, *hidden, *weights]
-    known = [gradient for gradient in gradients if gradient is not None]
+    tensors = [input, *hidden, *weights]
+    known_gradients = [gradient for gradient in gradients if gradient is not None]
 
     def traced(*values: Tensor) -> Any:
         of = iter(values)
-        own = LayerCall(kind, next(of), [next(of) for _ in hidden], [next(of) for _ in weights], biases)
+        call = LayerCall(kind, next(of), [next(of) for _ in hidden], [next(of) for _ in weights], biases)
         filled = [None if gradient is None else next(of) for gradient in gradients]
-        return differentiated(lambda layer: by_steps(*layer), own, filled)
+        return differentiated(lambda layer: by_steps(*layer), call, filled)
 
     with disable_current_modes(), autograd_in_kernel(), trainable():
         graph = make_fx(traced, tracing_mode="fake")(
-            *(torch.zeros(value.shape, dtype=value.dtype) for value in (*given, *known))
+            *(torch.zeros(value.shape, dtype=value.dtype) for value in (*tensors, *known_gradients))
         )
-    return list(fx.Interpreter(graph).run(*(value.contiguous() for value in (*given, *known))))
+    return list(fx.Interpreter(graph).run(*(value.contiguous() for value in (*tensors, *known_gradients))))
 
 
 def translated(kind: str, input: Any, hidden: Any, weights: Any, biases: bool) -> Any:
     """ONNX's LSTM or GRU, for torch.onnx; its kernel leaves nothing."""
     states = hidden if kind == "lstm" else hidden[0]
     layer = aten_lstm if kind == "lstm" else aten_gru
-    made = layer(input, states, weights, biases, 1, 0.0, True, len(weights) > (4 if biases else 2), False)
-    return [*made, *[opset18.Constant(value=helper.make_tensor("left", TensorProto.UINT8, [0], []))] * 2]
+    results = layer(input, states, weights, biases, 1, 0.0, True, len(weights) > (4 if biases else 2), False)
+    return [*results, *[opset18.Constant(value=helper.make_tensor("left", TensorProto.UINT8, [0], []))] * 2]
 
 
 TABLE: Decompositions = {LAYER: _layer, torch.ops.fxpipe.recurrent_layer_backward.default: _backward}

@@ -23,10 +23,10 @@ def _nearest(
     input_size: Sequence[int],
     *scales: float | None,
 ) -> Tensor:
-    sizes, made = list(input_size)[-axes:], list(output_size)
-    if all(m % s == 0 for m, s in zip(made, sizes, strict=True)) and not _odd(scales, sizes, made):
-        return sum_runs(grad, [m // s for m, s in zip(made, sizes, strict=True)])
-    return along(grad, _matrices(lambda x, m, s: along_one(x, [m], s), sizes, made, scales, grad.dtype))
+    sizes, out_sizes = list(input_size)[-axes:], list(output_size)
+    if all(m % s == 0 for m, s in zip(out_sizes, sizes, strict=True)) and not _odd(scales, sizes, out_sizes):
+        return sum_runs(grad, [m // s for m, s in zip(out_sizes, sizes, strict=True)])
+    return along(grad, _matrices(lambda x, m, s: along_one(x, [m], s), sizes, out_sizes, scales, grad.dtype))
 
 
 def _linear(
@@ -38,29 +38,29 @@ def _linear(
     *scales: float | None,
 ) -> Tensor:
     op = aten.upsample_linear1d.default
-    sizes, made = list(input_size)[-axes:], list(output_size)
-    return along(grad, _matrices(lambda x, m, s: op(x, [m], align_corners, s), sizes, made, scales, grad.dtype))
+    sizes, out_sizes = list(input_size)[-axes:], list(output_size)
+    return along(grad, _matrices(lambda x, m, s: op(x, [m], align_corners, s), sizes, out_sizes, scales, grad.dtype))
 
 
 def _cubic(
     grad: Tensor, output_size: Sequence[int], input_size: Sequence[int], align_corners: bool, *scales: float | None
 ) -> Tensor:
-    def one(x: Tensor, made: int, scale: float | None) -> Tensor:
+    def one(x: Tensor, out_size: int, scale: float | None) -> Tensor:
         # On planes whose other axis has one entry it acts along one axis.
-        return aten.upsample_bicubic2d.default(x[:, :, None], [1, made], align_corners, None, scale)[:, :, 0]
+        return aten.upsample_bicubic2d.default(x[:, :, None], [1, out_size], align_corners, None, scale)[:, :, 0]
 
     return along(grad, _matrices(one, list(input_size)[-2:], list(output_size), scales, grad.dtype))
 
 
-def _odd(scales: Sequence[float | None], sizes: Sequence[int], made: Sequence[int]) -> bool:
+def _odd(scales: Sequence[float | None], sizes: Sequence[int], out_sizes: Sequence[int]) -> bool:
     """Whether a scale is given that is not the quotient of the sizes."""
-    return any(f is not None and f != m / s for f, s, m in zip(scales, sizes, made, strict=False))
+    return any(f is not None and f != m / s for f, s, m in zip(scales, sizes, out_sizes, strict=False))
 
 
 def _matrices(
     apply: Callable[[Tensor, int, float | None], Tensor],
     sizes: Sequence[int],
-    made: Sequence[int],
+    out_sizes: Sequence[int],
     scales: Sequence[float | None],
     dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -68,7 +68,7 @@ def _matrices(
     factors = list(scales) if scales else [None] * len(sizes)
     return [
         matrix(partial(lambda m, f, x: apply(x, m, f), m, f), s, dtype).t()
-        for s, m, f in zip(sizes, made, factors, strict=True)
+        for s, m, f in zip(sizes, out_sizes, factors, strict=True)
     ]
 
 

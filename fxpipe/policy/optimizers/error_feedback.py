@@ -53,6 +53,7 @@ class ErrorFeedback(UpdateRepair):
     name: ClassVar[str] = "ef"
     without: ClassVar[str] = "error feedback harms"
     entry: ClassVar[str] = "last_steps"
+    form = dict[str, tuple[int, list[Tensor]]]
 
     def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
         super().__init__(optimizer, delays)

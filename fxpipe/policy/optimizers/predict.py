@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ class Predictor:
         rules: the name of each parameter group's rule.
     """
 
+    entry: ClassVar[str] = "last_updates"
+    form = dict[str, tuple[Tensor, float | None]]
+    """Where a checkpoint keeps its state by the names of parameters, and of which type."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -61,18 +66,18 @@ class Predictor:
 
         With steps = 0, for a frozen parameter, and before a parameter's first update: the live parameter itself.
         """
-        wanted = list(self.parameters if subset is None else (self.parameters[index] for index in subset))
+        tensors = list(self.parameters if subset is None else (self.parameters[index] for index in subset))
         if steps == 0:
-            return wanted
+            return tensors
         by_group: dict[int, list[int]] = defaultdict(list)
-        for place, parameter in enumerate(wanted):
+        for place, parameter in enumerate(tensors):
             if id(parameter) in self._group and self._has_direction(parameter):
                 by_group[self._group[id(parameter)]].append(place)
         for number, places in by_group.items():
-            ahead = self._ahead(steps, number, [wanted[p] for p in places])
+            ahead = self._ahead(steps, number, [tensors[p] for p in places])
             for place, predicted in zip(places, ahead, strict=True):
-                wanted[place] = predicted
-        return wanted
+                tensors[place] = predicted
+        return tensors
 
     def give_back(self, predicted: Sequence[Tensor], subset: Sequence[int]) -> None:
         """Give back the memory of results of `predict(steps, subset)` that are no longer read."""
@@ -92,7 +97,7 @@ class Predictor:
             self._used = [rate_of(group) for group in self.optimizer.param_groups]
 
     @torch.no_grad()
-    def observe(self) -> None:
+    def after_step(self) -> None:
         """Call after weights have changed and before rates do: the last-update rule turns its copy into the update.
 
         That is right after every `optimizer.step()` and everything else that belongs to the update.
@@ -109,12 +114,14 @@ class Predictor:
         ]
 
     def load(self, remembered: Sequence[tuple[Tensor, Tensor, float | None]]) -> None:
-        """Continue from another predictor's `state`, for some of the parameters."""
+        """Continue from another predictor's `state`, for some parameters; fails if the optimizer's does not fit."""
         observed = {id(p) for p in self._observed}
         for parameter, update, used in remembered:
             if id(parameter) in observed:
                 self._update[id(parameter)] = torch.empty_like(parameter, requires_grad=False).copy_(update)
                 self._used[self._group[id(parameter)]] = used
+        every = range(len(self.parameters))
+        self.give_back(self.predict(1, every), every)
 
     def _memory(self, parameter: Tensor) -> Tensor:
         spare = self._spare[id(parameter)]

@@ -106,9 +106,9 @@ def _momentum(look: Look) -> None:
 
 def _adam(look: Look) -> None:
     beta1 = float(look.group["betas"][0])
-    made = _numbers(look.states, "step")  # a parameter without gradients has had fewer updates
-    factors = {t: look.reach / (1 - beta1**t) for t in dict.fromkeys(made)}
-    _along_moments(look, made, [factors[t] for t in made])
+    updates = _numbers(look.states, "step")  # a parameter without gradients has had fewer updates
+    factors = {t: look.reach / (1 - beta1**t) for t in dict.fromkeys(updates)}
+    _along_moments(look, updates, [factors[t] for t in updates])
 
 
 def _nadam(look: Look) -> None:
@@ -118,9 +118,9 @@ def _nadam(look: Look) -> None:
     def mu(t: float) -> float:
         return beta1 * (1 - 0.5 * 0.96 ** (t * slow))
 
-    made = _numbers(look.states, "step")
-    kept = list(zip(made, _numbers(look.states, "mu_product"), strict=True))
-    factors = dict.fromkeys(kept, 0.0)
+    updates = _numbers(look.states, "step")
+    pairs = list(zip(updates, _numbers(look.states, "mu_product"), strict=True))
+    factors = dict.fromkeys(pairs, 0.0)
     for t, product in factors:
         moved, present = 0.0, product * mu(t + 1)
         for i in range(1, look.steps + 1):
@@ -128,21 +128,21 @@ def _nadam(look: Look) -> None:
             moved += mu(t + i + 1) / (1 - following) + (1 - mu(t + i)) / (1 - present)
             present = following
         factors[t, product] = look.rate * moved
-    _along_moments(look, made, [factors[each] for each in kept])
+    _along_moments(look, updates, [factors[pair] for pair in pairs])
 
 
-def _along_moments(look: Look, made: list[float], factors: list[float]) -> None:
+def _along_moments(look: Look, updates: list[float], factors: list[float]) -> None:
     """out = W·(1 − reach·decay) − factor·m/(√v̂+ε), with the number of updates that each parameter has had."""
     group, beta2 = look.group, float(look.group["betas"][1])
-    roots = {t: (1 - beta2**t) ** 0.5 for t in dict.fromkeys(made)}
+    roots = {t: (1 - beta2**t) ** 0.5 for t in dict.fromkeys(updates)}
     # m/(√v̂+ε) = √(1−β₂ᵗ)·m/(√v + ε·√(1−β₂ᵗ)): one division of tensors, and no pass for v̂.
     _add_quotient(
         look.out,
         look.weights,
         [state["exp_avg"] for state in look.states],
         [state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"] for state in look.states],
-        [-factor * roots[t] for t, factor in zip(made, factors, strict=True)],
-        [float(group["eps"]) * roots[t] for t in made],
+        [-factor * roots[t] for t, factor in zip(updates, factors, strict=True)],
+        [float(group["eps"]) * roots[t] for t in updates],
     )
     if group["decoupled_weight_decay"] and (decay := -look.reach * float(group["weight_decay"])):
         foreach_add_(look.out, look.weights, alpha=decay)
@@ -153,11 +153,11 @@ def _numbers(states: list[dict[str, Any]], name: str) -> list[float]:
 
     Tensors on a device are read in one transfer.
     """
-    found = [state[name] for state in states]
-    if all(isinstance(each, Tensor) and each.device.type != "cpu" for each in found):
-        found = torch.stack(found).tolist()
+    numbers = [state[name] for state in states]
+    if all(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        numbers = torch.stack(numbers).tolist()
     # 0 steps: a gradient scaler undid the step
-    return [max(float(each), 1.0) if name == "step" else float(each) for each in found]
+    return [max(float(number), 1.0) if name == "step" else float(number) for number in numbers]
 
 
 def add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], factor: float) -> None:

@@ -27,7 +27,8 @@ class UpdateRepair:
     without: ClassVar[str]
     """What happens without momentum, for the error."""
     entry: ClassVar[str] = ""
-    """Where a checkpoint keeps its state; empty without a state."""
+    form: ClassVar[Any] = None
+    """Where a checkpoint keeps its state by the names of parameters, and of which type; empty without a state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
         for number, group in enumerate(optimizer.param_groups):

@@ -17,13 +17,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import FxpipeError
 from fxpipe.messages import warn
 from fxpipe.observe.progress import leave_bar
-from fxpipe.observe.pulse import Pulse
+from fxpipe.observe.pulse import STEP, Pulse
+from fxpipe.observe.run_json import MoveJson
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.ends import forget_memory
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import REBALANCED
@@ -48,7 +51,7 @@ class Moved:
 
     build: str | None = None
     before: str | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[MoveJson] = field(default_factory=list)
     since: float = 0.0
     over: bool = False
 
@@ -69,15 +72,25 @@ class MovingProcess:
         told = json.loads(os.environ.get(MOVED, "{}"))
         self._moved = Moved(**told) if told.pop("process", 0) == os.getpid() else Moved()  # else it is another run's
         self.moves = Moves(options)
-        if self._moved.build is not None:
-            options = replace(self.moves.options, build=self._moved.build, resume=NEWEST, weights=None)
-            options = replace(options, rebalance=not self._moved.over)
-            self.moves.go_on(options, self._moved.before, self._moved.rows, self._moved.since)
         self.options = self.moves.options
+        self._proven = 0  # the step after which the newest move has worked
+
+    def go_on(self) -> RunOptions:
+        """The options of the run as it is after its moves.
+
+        Raises:
+            FxpipeError: the build of the last move cannot be read.
+        """
+        if self._moved.build is not None:
+            options = replace(self.options, build=self._moved.build, resume=NEWEST, weights=None)
+            self.options = options = replace(options, rebalance=not self._moved.over)
+            self.moves.go_on(options, self._moved.before, self._moved.rows, self._moved.since)
+            self._proven = max(Shelf.of(str(options.out)).steps(), default=0) + self.moves.plan.ranks
+        return self.options
 
     def looking(self, process: int, world: World) -> AbstractContextManager[object]:
         """Inside, process 0 looks at the workers."""
-        over, moves, exchange = threading.Event(), self.moves, world.exchange
+        over, moves = threading.Event(), self.moves
 
         def look() -> None:
             with suppress(RuntimeError):  # the store ends with the process that holds it
@@ -85,27 +98,31 @@ class MovingProcess:
                     if found := world.signs():
                         moves.look(found)
 
-        if process == 0 and self.options.rebalance and exchange is not None:
+        if process == 0 and self.options.rebalance:
             self._held.callback(moves.end)
             self._held.callback(over.set)
             guardian = self._held.enter_context(Guardian())
-            moves.begin(lambda name: next(iter(exchange.get([name]) or ()), None), exchange.set, guardian)
+            moves.begin(world.board, guardian)
             threading.Thread(target=look, name="fxpipe moves", daemon=True).start()
         return self._held
 
-    def begin_again(self, process: int, number: str) -> None:
-        """The run is saved: go on under the new build, which has this number; returns if no checkpoint is left."""
-        build, before = str(Path(str(self.options.out)) / REBALANCED / number), self.options.build
+    def may_move(self) -> bool:
+        """In process 0, when the run is saved: whether it can go on under the new build."""
         try:
-            if process == 0:
-                self.moves.moved()
-            self._as(Moved(build, before, self.moves.rows, self.moves.since))
+            self.moves.move()
         except (FxpipeError, OSError) as error:
             warn(str(error))
+            return False
+        return True
+
+    def begin_again(self, number: str) -> None:
+        """Go on under the new build, which has this number."""
+        build, before = str(Path(str(self.options.out)) / REBALANCED / number), self.options.build
+        self._as(Moved(build, before, self.moves.rows, self.moves.since))
 
     def go_back(self, error: Exception, pulse: Pulse) -> None:
-        """An error ends this process: if it has just been made to begin again, go on under the build before."""
-        if self._moved.before is None or pulse.begun:
+        """An error ends this process: if it was made to begin again some steps before, go on under the build before."""
+        if self._moved.before is None or pulse.numbers[STEP] > self._proven:
             return
         warn(f"{error}\n  {GONE_BACK}")
         if os.environ["RANK"] == "0":
@@ -119,7 +136,9 @@ class MovingProcess:
         sys.stdout.flush()
         sys.stderr.flush()
         self._leave()
-        os.chdir(self._folder)
+        forget_memory(os.getpid())
+        with suppress(OSError):  # it was deleted
+            os.chdir(self._folder)
         for opened in os.listdir("/dev/fd"):
             if int(opened) > 2:
                 with suppress(OSError):  # this listing's own

@@ -1,15 +1,13 @@
 """The metric that `--save-best` names, which evaluation is the best so far, and the file with its weights.
 
-An earlier run's file stays as it is until this run has ended well; until then this run's file is
-`best.partial.safetensors`. Next to each is `best.json`, a note of the evaluation with these weights. It is deleted
-before the weights are replaced and written after them, so a resumed run knows whether the file has the best weights.
+Next to the file is `best.json`, a note of the evaluation with these weights. It is deleted before the weights are
+replaced and written after them, so a resumed run knows whether the file has the best weights.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,15 +18,12 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import RunError, near
 from fxpipe.files import replaced
 from fxpipe.messages import warn
-from fxpipe.observe.record import BEST_NOTE, BEST_WEIGHTS
+from fxpipe.observe.out_folder import BEST_NOTE, BEST_WEIGHTS, OutFolder
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 
 if TYPE_CHECKING:  # the launcher reads the metric, and imports no torch
     from torch import Tensor
-
-PARTIAL = "best.partial.safetensors"
-_NOTES = {BEST_WEIGHTS: BEST_NOTE, PARTIAL: "best.partial.json"}
 
 Write = Callable[[str, "Sequence[Mapping[str, Tensor]]"], RunError | None]
 """Writes a file of this name with the tensors of this process's workers, by name; returns the error if that fails."""
@@ -38,97 +33,66 @@ class BestWeights:
     """The file of one run, in the process of worker 0.
 
     Args:
+        folder: the run's.
         write: see `Write`.
         best: the step and the value of the best evaluation before an interruption; None if there was none.
-        earlier: the output folder of the interrupted run, if it may be another one.
 
     Attributes:
         held: the step whose weights the file has; None if it has none of this run.
     """
 
-    def __init__(
-        self,
-        out: str | Path,
-        write: Write,
-        goal: Goal,
-        best: tuple[int, float] | None = None,
-        earlier: Path | None = None,
-    ) -> None:
-        self._out, self._write, self._goal = Path(out), write, goal
+    def __init__(self, folder: OutFolder, write: Write, goal: Goal, best: tuple[int, float] | None = None) -> None:
+        self.folder, self._write, self._goal = folder, write, goal
         self._warned = False
         self.held: int | None = None
-        elsewhere = earlier is not None and earlier.resolve() != self._out.resolve()
-        found = None if best is None else self._find(earlier if elsewhere and earlier else self._out, best)
-        self._target = BEST_WEIGHTS
-        if found is not None and not elsewhere:
-            self._target, self.held = found.name, best[0] if best else None
-            return
-        self._forget(PARTIAL)
-        if self._file(BEST_WEIGHTS).exists():
-            self._target = PARTIAL
-        if found is not None and best is not None:
-            self._take_along(found, best)
+        if best is not None and (source := self._source(best)) is not None:
+            self._take_along(source, best)
+        if self.held is None:
+            for name in (BEST_NOTE, BEST_WEIGHTS):  # what the interrupted run wrote after its last checkpoint
+                (folder.own / name).unlink(missing_ok=True)
 
     def keep(self, states: Sequence[Mapping[str, Tensor]], best: tuple[int, float]) -> None:
         """Keep these weights, the best so far, of this step and value. If they cannot be written, print a warning."""
-        note = self._file(_NOTES[self._target])
+        note = self.folder.own / BEST_NOTE
         note.unlink(missing_ok=True)
-        error = self._write(self._target, states)
+        error = self._write(BEST_WEIGHTS, states)
         try:
             if error is None:
                 self.held = best[0]
                 self._write_note(best)
             elif self.held is not None:
-                warn(f"{self._target} still has the weights of step {self.held}")
+                warn(f"{BEST_WEIGHTS} still has the weights of step {self.held}")
         except OSError as refused:
-            warn(f"{note} cannot be written: {refused.strerror or refused}; --resume will not know {self._target}")
+            warn(f"{note} cannot be written: {refused.strerror or refused}; --resume will not know {BEST_WEIGHTS}")
         if error is not None and not self._warned:
             warn(f"the best weights so far are not in their place: {error}")
             self._warned = True
 
-    def take_place(self) -> None:
-        """The run has trained to its end: replace an earlier run's file by this run's."""
-        if self._target == BEST_WEIGHTS:
-            return
-        with suppress(OSError):
-            self._forget(BEST_WEIGHTS)  # another run's
-            for source, target in zip((PARTIAL, _NOTES[PARTIAL]), (BEST_WEIGHTS, BEST_NOTE), strict=True):
-                if self._file(source).exists():
-                    os.replace(self._file(source), self._file(target))
-        self._target = BEST_WEIGHTS
-
-    def _find(self, folder: Path, best: tuple[int, float]) -> Path | None:
-        """The weights of that evaluation in a folder."""
-        for name in (PARTIAL, BEST_WEIGHTS):
+    def _source(self, best: tuple[int, float]) -> Path | None:
+        """The folder of the interrupted run that has the weights of that evaluation."""
+        for folder in self.folder.before:
             with suppress(OSError, ValueError):
-                if json.loads((folder / _NOTES[name]).read_text()) == self._note(best) and (folder / name).is_file():
-                    return folder / name
+                if json.loads((folder / BEST_NOTE).read_text()) == self._note(best):
+                    return folder if (folder / BEST_WEIGHTS).is_file() else None
         return None
 
     def _take_along(self, source: Path, best: tuple[int, float]) -> None:
         try:
-            with source.open("rb") as there, replaced(self._file(self._target)) as here:
-                shutil.copyfileobj(there, here)
+            if source != self.folder.own:
+                with (source / BEST_WEIGHTS).open("rb") as there, replaced(self.folder.own / BEST_WEIGHTS) as here:
+                    shutil.copyfileobj(there, here)
+                self._write_note(best)
             self.held = best[0]
-            self._write_note(best)
         except OSError as error:
             warn(f"the best weights so far cannot be copied from {source}: {error.strerror or error}")
-            self.held = None
 
     def _note(self, best: tuple[int, float]) -> dict[str, Any]:
         step, value = best
         return {"metric": self._goal.metric, "greater": self._goal.greater, "step": step, "value": value}
 
     def _write_note(self, best: tuple[int, float]) -> None:
-        with replaced(self._file(_NOTES[self._target])) as file:
+        with replaced(self.folder.own / BEST_NOTE) as file:
             file.write(json.dumps(self._note(best)).encode())
-
-    def _forget(self, name: str) -> None:
-        for each in (_NOTES[name], name):
-            self._file(each).unlink(missing_ok=True)
-
-    def _file(self, name: str) -> Path:
-        return self._out / name
 
 
 SMALLER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "wer", "cer", "fid")

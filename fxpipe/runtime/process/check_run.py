@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import BuildError, RunError, listed
-from fxpipe.files import Snapshot
+from fxpipe.files import Snapshot, remove_abandoned
 from fxpipe.messages import say, warn
 from fxpipe.plan.build_folder import check_output, load_plan
 from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import read_throttle
+from fxpipe.planner.device import read_throttle
 from fxpipe.runtime.options import REPLAN, RunOptions
+from fxpipe.runtime.process.new_build import remove_unfinished
 from fxpipe.task.callbacks import ON_EVAL, ON_STEP
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -101,7 +103,7 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
     if says and (now := precision_flags(plan.device)) != plan.precision:
         warn(
             f"the build was compiled with {precision_text(plan.precision)}, and this run has {precision_text(now)}: "
-            "its numbers may differ. Set them in the model file, for both"
+            "its numbers may differ. Set flags of torch in the model file, and variables in both environments"
         )
     changed = changes(plan, options.build, options.model_file).unread
     if changed and says:
@@ -114,16 +116,27 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
     return task
 
 
-def writing(out: str | None) -> AbstractContextManager[None]:
-    """Inside, only this process and its workers write into a run's output folder, if there is one.
+@contextmanager
+def writing(out: str | None, *, again: bool = False) -> Iterator[None]:
+    """Inside, only this call and its workers write into a run's output folder, if there is one.
+
+    What a killed run has left half-written there is removed.
+
+    Args:
+        again: see `locked`.
 
     Raises:
         BuildError: another run writes there, or the folder cannot be written.
     """
     if out is None:
-        return nullcontext()
+        yield
+        return
     check_output(out)
-    return locked(run_lock(out), out, "--out")
+    with locked(run_lock(out), out, "--out", again=again):
+        remove_abandoned(Path(out))
+        Shelf.of(out).clear()
+        remove_unfinished(out)
+        yield
 
 
 def files_read(options: RunOptions) -> Snapshot:

@@ -12,10 +12,12 @@ import queue
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
@@ -26,17 +28,19 @@ from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, PeerLost
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
-from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
-from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
-from fxpipe.runtime.process.resume import Resumed, about_run
-from fxpipe.runtime.wires.exchange import Exchange, StoreExchange
+from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
+from fxpipe.runtime.process.resume import about_run
+from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.wires.board import Board
 from fxpipe.runtime.worker.captures import Agenda, Captures
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.torch_private import HashStore
+from fxpipe.runtime.worker.outer_step import OuterStep
 
+Files = dict[str, FileEntry]
+Report = dict[str, Any]
 LOOK = 0.05
 """Seconds between two looks for the reports of other processes."""
 
@@ -47,12 +51,11 @@ class Checkpoints(Observer):
     The first replica of a worker writes what all replicas have; each writes what it alone has.
 
     Args:
-        out: the run's output folder.
-        executors: this process's; in a run of one process without replicas that have nothing to write.
-        resumed, shards: the checkpoint that the run goes on from, and what each executor has read of it.
-        exchange: with the other processes of the run; None if there are none.
+        rows: of this process, with what they have read of the checkpoint that the run goes on from. Where some of
+            their workers have something to write, others are left out.
         asked: whether this process was asked to stop the run, after one more.
         observers: are called for each checkpoint.
+        then: decides, in worker 0's process, what follows the last checkpoint, given whether it was written.
 
     Raises:
         CheckpointError: there is no output folder for them.
@@ -60,38 +63,31 @@ class Checkpoints(Observer):
 
     def __init__(
         self,
-        options: PipelineOptions,
-        plan: Plan,
-        recipe: Recipe,
-        out: str | None,
-        executors: Sequence[Executor],
-        resumed: Resumed | None,
-        shards: Sequence[Sequence[Shard]] = (),
-        exchange: Exchange | None = None,
+        job: Job[Any],
+        rows: WalkedRows,
         asked: Callable[[], bool] = lambda: False,
         observers: Sequence[Observer] = (),
+        then: Callable[[bool], str] = lambda saved: "",
     ) -> None:
+        options, plan, board, executors, shards = job.options, job.plan, job.world.board, rows.every, rows.shards
         assert options.checkpoint_every is not None
-        if out is None:
+        if job.out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER for them")
         self.every = Interval.of(options.checkpoint_every)
-        write = [e.replica < replicas_that_write(plan, e.worker) or exchange is not None for e in executors]
-        executors, shards = list(compress(executors, write)), list(compress(shards, write))
+        write = [e.replica < replicas_that_write(plan, e.worker) for e in executors]
+        if any(write):
+            executors, shards = list(compress(executors, write)), list(compress(shards, write))
         whole = any((executor.worker, executor.replica) == (0, 0) for executor in executors)
-        shelf = Shelf.of(out)
+        shelf = Shelf.of(job.out)
         if whole:
             shelf.clear()
-        exchange = exchange or StoreExchange(HashStore())
-        self.writer = ShardWriter(
-            shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep, observers
-        )
+        about = about_run(options, job.recipe, plan)
+        self.writer = ShardWriter(shelf, plan, about, board, whole, options.keep, observers, then)
+        weakref.finalize(self, self.writer.leave).atexit = False
         self._observers, self._store = observers, executors[0].store
-        demand = self._store.demand
-        reach = max(demand.reach(owner) for owner in range(plan.workers))
-        ahead = reach + 1 + (AHEAD if several_shapes(plan, options) else 0)
-        step = 0 if resumed is None else resumed.step
-        self.agenda = Agenda(exchange, step, ahead, self.every.seconds, whole, asked)
-        exact = shards[: len(executors)] if resumed is not None and resumed.exact else ()
+        lead = ahead(self._store.demand, several_shapes(plan, options))
+        self.agenda = Agenda(board, rows.step, lead, self.every.seconds, whole, asked)
+        exact = shards[: len(executors)] if rows.resumed is not None and rows.resumed.exact else ()
         before = [(of_worker[0].past, of_worker[0].sent) for of_worker in exact] or [({}, {}) for _ in executors]
         self._captures = {
             (executor.worker, executor.replica): Captures(executor, self.due, past, sent)
@@ -104,15 +100,12 @@ class Checkpoints(Observer):
             captures = self._captures.get((executor.worker, executor.replica))
             if captures is None or (shard := captures.take()) is None:
                 continue
-            for observer in () if executor.replica else self._observers:
-                observer.cut(executor.worker, shard)
+            for observer in self._observers:
+                if observer.each_replica or not executor.replica:
+                    observer.cut(executor.worker, shard)
             executor.watch.open("save")
             self.writer.put(executor, shard, last=shard.step == self.agenda.stop)
             executor.watch.close()
-
-    def add(self, step: int) -> None:
-        """Make a checkpoint at a step, which is not before `Consequences.earliest`."""
-        self.agenda.add(step)
 
     def finish(self) -> None:
         """The run is over: wait until all its checkpoints are on the disk."""
@@ -133,7 +126,7 @@ class Checkpoints(Observer):
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run in a row; the first worker's is the first of all."""
-        version, outer = self._store.version, self._store.outer
+        version, outer = self._store.version, self._store.part(OuterStep)
         self.agenda.begin(minibatch, version if outer is None else outer.made_by_all(version))
 
     def due(self, step: int) -> bool:
@@ -150,7 +143,7 @@ class ShardWriter:
         about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
-        observers: are called for each checkpoint.
+        observers, then: as of `Checkpoints`.
 
     Attributes:
         whole: as given.
@@ -161,13 +154,14 @@ class ShardWriter:
         shelf: Shelf,
         plan: Plan,
         about: Mapping[str, Any],
-        exchange: Exchange,
+        board: Board,
         whole: bool,
         keep: int,
         observers: Sequence[Observer],
+        then: Callable[[bool], str],
     ) -> None:
-        self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
-        self.keep, self._observers = keep, observers
+        self.shelf, self.plan, self.about, self._board = shelf, plan, about, board
+        self.keep, self._observers, self._then = keep, observers, then
         self._last: int | None = None
         self._anchored = False  # the names of the folders of checkpoints are synced to the disk
         self.whole = whole
@@ -175,7 +169,7 @@ class ShardWriter:
         self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
         self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
         self._waiting: dict[int, int] = {}  # steps some of whose reports are missing, and their start
-        self._ending = threading.Event()
+        self._ending, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -204,13 +198,18 @@ class ShardWriter:
         """Stop: checkpoints that are not whole yet will never be."""
         self._ending.set()
 
+    def leave(self) -> None:
+        """Nothing more will be put: the thread ends once what it has is written."""
+        self._left.set()
+
     def _work(self) -> None:
         ending = False
         while not self._ending.is_set() and not (ending and not self._waiting):
             try:
                 job = self._shards.get(timeout=LOOK)
             except queue.Empty:
-                pass
+                if self._left.is_set():
+                    self._ending.set()
             else:
                 ending = ending or job is None
                 with suppress(RuntimeError):  # the store is gone: so is the run
@@ -223,40 +222,39 @@ class ShardWriter:
 
     def _write(self, worker: int, replica: int, shard: Shard) -> None:
         partial = self.shelf.partial(shard.step)
-        try:
+
+        def write() -> Files:
             partial.mkdir(parents=True, exist_ok=True)
             with shown_alive(partial):
-                files = write_shard(partial, self.plan, worker, shard, replica)
-            report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
-        except Exception as error:  # any error: training would wait for ever for a thread that has ended
-            report = {"error": said(error)}
+                return write_shard(partial, self.plan, worker, shard, replica)
+
+        report = reported(worker, replica, write)
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
-        self.exchange.set(_key(shard.step, worker, replica), json.dumps(report))
+        self._board.set(_key(shard.step, worker, replica), json.dumps(report))
 
     def _commit_complete(self) -> None:
         for step in sorted(self._waiting):
             keys = [_key(step, *place) for place in self._written]
-            if (reports := self.exchange.get(keys)) is not None:
+            if (reports := self._board.all(keys)) is not None:
                 self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
-                self.exchange.forget(keys)
+                self._board.forget(keys)
 
     def _look_for_end(self) -> None:
         """In a process without worker 0: the last checkpoint is over when worker 0 says so."""
-        if self._last is not None and not self.whole and self.exchange.get([_over(self._last)]) is not None:
-            step, self._last = self._last, None
-            for observer in self._observers:
-                observer.stops(step, None)
+        step = self._last
+        if step is not None and not self.whole and (then := self._board.get(_over(step))) is not None:
+            self._stop(step, None, then)
+
+    def _stop(self, step: int, saved: Path | None, then: str) -> None:
+        self._last = None
+        for observer in self._observers:
+            observer.stops(step, saved, then)
 
     def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
         partial = self.shelf.partial(step)
-        both = zip(self._written, reports, strict=True)
-        failed = [f"{_who(*place)}: {report['error']}" for place, report in both if "error" in report]
         try:
-            if failed:
-                raise OSError("; ".join(failed))
-            files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
-            complete(partial, self.plan, step, start, self.about, files)
+            complete(partial, self.plan, step, start, self.about, files_of(reports))
             for observer in self._observers:
                 observer.saves(step)
             if not self._anchored:
@@ -272,13 +270,30 @@ class ShardWriter:
         else:
             self.shelf.prune(self.keep, step)
         if step == self._last:
-            self.exchange.set(_over(step), "")
-            for observer in self._observers:
-                observer.stops(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
+            saved = self.shelf.path(step) if self.shelf.path(step).is_dir() else None
+            then = self._then(saved is not None)
+            self._board.set(_over(step), then)
+            self._stop(step, saved, then)
 
 
-def _who(worker: int, replica: int) -> str:
-    return f"worker {worker}" + (f", replica {replica}" if replica else "")
+def reported(worker: int, replica: int, write: Callable[[], Files]) -> Report:
+    """Write a shard; what other processes must know of it: the digests of its files, or the error."""
+    try:
+        return {"files": {name: asdict(entry) for name, entry in write().items()}}
+    except Exception as error:  # of the user's objects, too: the others would wait for ever
+        who = f"worker {worker}" + (f", replica {replica}" if replica else "")
+        return {"error": f"{who} cannot write its part of a checkpoint: {said(error)}"}
+
+
+def files_of(reports: Sequence[Report]) -> Files:
+    """The files of all shards.
+
+    Raises:
+        CheckpointError: some could not be written.
+    """
+    if failed := [report["error"] for report in reports if "error" in report]:
+        raise CheckpointError("; ".join(failed))
+    return {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
 
 
 def _key(step: int, worker: int, replica: int) -> str:

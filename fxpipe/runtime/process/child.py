@@ -21,50 +21,52 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile
-from fxpipe.runtime.wires.run_folder import SUMMARY
+from fxpipe.runtime.wires.board import SUMMARY, FolderBoard
+from fxpipe.runtime.wires.environment import widen_queues
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn:
-    """Run the workers of these ranks for `launch`; each leaves its error or its summary in the exchange folder."""
+    """Run the workers of these ranks for `launch`; each leaves its error or its summary on the board."""
     end_with(launcher)
-    exchange = Path(json.loads(text)["exchange"])
-    pulses = PulseFile(exchange / PULSES, int(os.environ["WORLD_SIZE"]))
+    widen_queues()
+    board = FolderBoard(json.loads(text)["board"])
+    pulses = PulseFile(board.path / PULSES, int(os.environ["WORLD_SIZE"]))
     for rank in ranks:
         Pulse(pulses.numbers(rank)).phase = "importing"
     gc.disable()  # imported modules stay: no garbage collection need look at them, now or later
-    from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.ends import end_process, leave_error
-    from fxpipe.runtime.process.start import join
-    from fxpipe.runtime.wires.exchange import FolderExchange
-    from fxpipe.torch_private import DYNAMO
 
-    texts = FolderExchange(exchange)
-    importlib.import_module(DYNAMO)  # torch's first optimizer does: else it costs each worker a second
-
-    gc.freeze()
-    gc.enable()
-    rank = _forked(ranks, launcher) if len(ranks) > 1 else ranks[0]
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"fxpipe rank {rank}".encode())
-    os.write(ready, f"{rank} {os.getpid()}\n".encode())
-    os.close(ready)
-    pulse = Pulse(pulses.numbers(rank))
-    pulse.begin()
-    only_here()
+    rank, spare = ranks[0], os.open(os.devnull, os.O_RDONLY)  # for an error: there may be no other descriptor left
     try:
+        from fxpipe.runtime.options import RunOptions
+        from fxpipe.runtime.process.start import join
+        from fxpipe.torch_private import DYNAMO
+
+        importlib.import_module(DYNAMO)  # torch's first optimizer does: else it costs each worker a second
+
+        gc.freeze()
+        gc.enable()
+        rank = _forked(ranks, launcher) if len(ranks) > 1 else ranks[0]
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, f"fxpipe rank {rank}".encode())
+        os.write(ready, f"{rank} {os.getpid()}\n".encode())
+        os.close(ready)
+        pulse = Pulse(pulses.numbers(rank))
+        pulse.begin()
+        only_here()
         summary = join(RunOptions.from_json(text), pulse=pulse)
     except BaseException as error:
-        leave_error(exchange, rank, error, _name(json.loads(text)["build"], rank))
+        os.close(spare)
+        leave_error(board, rank, error, _name(json.loads(text)["build"], rank))
         end_process(1)
     if summary is not None:
-        texts.set(SUMMARY, json.dumps(summary))
+        board.set(SUMMARY, json.dumps(summary))
     pulse.phase = "done"
     end_process(0)
 
@@ -84,13 +86,13 @@ def _forked(ranks: Sequence[int], launcher: int) -> int:
 
 def _name(build: str, rank: int) -> str:
     """What to call this process."""
-    from fxpipe.errors import FxpipeError
-    from fxpipe.plan.build_folder import read_plan
     from fxpipe.runtime.process.ends import process_name
 
     try:
+        from fxpipe.plan.build_folder import read_plan
+
         return process_name(rank, read_plan(build).mesh)
-    except FxpipeError:  # another error will be raised
+    except Exception:  # another error is reported
         return process_name(rank)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Spans, span_name
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.wires.exchange import ClockOffset, aligned, read_offset
+from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
 from fxpipe.runtime.wires.group import alone, peers
 from fxpipe.runtime.worker.executor import Executor
 
@@ -97,7 +98,7 @@ def _collected(plan: Plan, here: Mapping[tuple[int, int], WorkerTrace]) -> Itera
     for replica, worker in seats(plan):
         box: list[Any] = [here.get((replica, worker))]
         if box[0] is None:
-            with peers(0):
+            with peers():
                 dist.recv_object_list(box, plan.process_of(worker, replica))
         yield box[0]
 
@@ -106,12 +107,12 @@ def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
     return [max(aligned(time, trace.before, trace.after) - origin, 0) for time in times]
 
 
-def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
+def compare_clocks(path: str | None) -> ClockOffset:
     """Compare this process's clock with worker 0's, if there is a trace: nothing else needs it."""
-    if path is None:
-        return ClockOffset(0, 0, 0)
-    with peers(rank):
-        return read_offset(rank, 1 if alone() else ranks)
+    if path is None or alone():
+        return ClockOffset(perf_counter_ns(), 0, 0)
+    with peers():
+        return read_offset()
 
 
 def recorded(
@@ -142,7 +143,7 @@ def collect_trace(
         PeerLost: another process is gone.
     """
     if process:
-        with peers(process):
+        with peers():
             for trace in here.values():
                 dist.send_object_list([trace], 0)
         return False

@@ -6,24 +6,25 @@ Every worker receives all metrics of every evaluation and draws the same conclus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
-from fxpipe.observe.record import BEST_WEIGHTS
+from fxpipe.observe.out_folder import BEST_WEIGHTS, PARTIAL, OutFolder
+from fxpipe.observe.run_json import RunJson
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.best_weights import PARTIAL, BestWeights, Goal, Write, lacks, metrics_of
+from fxpipe.runtime.process.best_weights import BestWeights, Goal, Write, lacks, metrics_of
 from fxpipe.runtime.process.check_run import decides_alike, unlike
-from fxpipe.runtime.process.minibatch_notes import AHEAD, several_shapes
-from fxpipe.runtime.process.resume import run_before
-from fxpipe.runtime.process.run_summary import write_run
-from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.process.job import Job
+from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
+from fxpipe.runtime.process.row import Limit
+from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.schedule.action import LOOKAHEAD, Event
+from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
 
@@ -35,10 +36,7 @@ class Consequences:
     """What follows from the evaluations of one run, for the workers of this process.
 
     Args:
-        options: in steps.
-        total: how many steps the run is to have.
-        step: how many were made before it went on.
-        speaks: this process prints messages.
+        limit: of the rows here, whose end is how many steps the run is to have.
         observers: are called for evaluations and for an early end.
 
     Attributes:
@@ -46,45 +44,40 @@ class Consequences:
         wanted: what has to improve by `--patience`; None without it.
         best: the step and the value of the best evaluation so far.
         weights: the file that has its weights, in the process of worker 0; None where they are not kept.
-        end: after how many steps the run ends.
-        stopped: why it ends before `total`: `patience`, or the callback that asks for it; None if it does not.
+        stopped: why the run ends early: `patience`, or the callback that asks for it; None if it does not.
 
     Raises:
         RunError: the options ask for what cannot be done.
         TaskError: a scheduler needs a metric that does not exist.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        plan: Plan,
-        recipe: Recipe,
-        total: int,
-        step: int,
-        executors: Sequence[Executor],
-        speaks: bool,
-        observers: Sequence[Observer],
-    ) -> None:
+    def __init__(self, job: Job[RunOptions], rows: WalkedRows, limit: Limit, observers: Sequence[Observer]) -> None:
+        options, plan = job.options, job.plan
         self.goal = Goal.of(options, plan)
         self.wanted = Goal.to_go_on(options, plan)
         self.best: tuple[int, float] | None = None
         self.weights: BestWeights | None = None
-        self.end = total
+        self._limit = limit
         self.stopped: str | None = None
         self._observers = observers
-        self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
-        self._lead = lead(recipe, several_shapes(plan, options))
-        self._flushes = recipe.schedule.synchronous
+        self._job, self._rows = job, rows
+        self._lead = lead(job.recipe, several_shapes(plan, options))
         self._newest = -1  # the version that was evaluated last
         self._replayed: Mapping[str, Any] | None = None
         self._improved: float | None = None  # the value that the next must improve on
         self._since = 0  # evaluations since then
-        for executor in executors:
+        for executor in rows.every:
             _check_metric(executor.store.updater.metric, options, plan)
+
+    @property
+    def end(self) -> int:
+        """After how many steps the run ends."""
+        assert self._limit.end is not None
+        return self._limit.end
 
     def due(self, version: int) -> bool:
         """Whether the run evaluates this version; not at its end, where it is evaluated anyway."""
-        every = self._options.eval_every
+        every = self._job.options.eval_every
         assert not isinstance(every, str), "epochs have been counted in steps"
         return every is not None and 0 < version < self.end and version % every == 0
 
@@ -93,40 +86,35 @@ class Consequences:
         self._replayed = evaluations[-1] if evaluations else None
         for row in evaluations:
             self._judge(row["step"], row["metrics"])
-        kept = (Path(self._options.out) / name for name in (BEST_WEIGHTS, PARTIAL)) if self._options.out else ()
-        if self.goal is None and self._step and self._speaks and (old := next(filter(Path.exists, kept), None)):
+        out, speaks = Path(self._job.out or ""), not self._job.process
+        kept = (folder / BEST_WEIGHTS for folder in (out, out / PARTIAL)) if self._job.out else ()
+        if self.goal is None and self._rows.step and speaks and (old := next(filter(Path.exists, kept), None)):
             say(f"{old} stays as it is: --save-best is not given")
-        if self.goal is not None and self._speaks:
+        if self.goal is not None and speaks:
             text = "" if self.best is None else f"; {self.best[1]:.4f} of step {self.best[0]} is the best so far"
             say(f"the weights of the best {self.goal} are kept{text}")
 
     @property
     def missing(self) -> bool:
         """Whether the run was interrupted before the evaluation of the step that it goes on from."""
-        return self._step > 0 and self.due(self._step) and not self._replays_step
+        return self._rows.step > 0 and self.due(self._rows.step) and not self._replays_step
 
     def go_on(self) -> None:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
-        if self._replayed is not None and self._replays_step and self.due(self._step):
-            self._step_schedulers(self._step, self._replayed["metrics"])
+        if self._replayed is not None and self._replays_step and self.due(self._rows.step):
+            self._step_schedulers(self._rows.step, self._replayed["metrics"])
             for observer in self._observers:
-                observer.evaluated(self._step, self._replayed["metrics"])
+                observer.evaluated(self._rows.step, self._replayed["metrics"])
 
     @property
     def _replays_step(self) -> bool:
         """Whether the step that the run goes on from was evaluated."""
-        return self._replayed is not None and self._replayed["step"] == self._step
+        return self._replayed is not None and self._replayed["step"] == self._rows.step
 
-    @property
-    def changes_rates(self) -> bool:
-        """Whether a worker of this process has a scheduler that needs evaluations."""
-        return any(executor.store.updater.metric is not None for executor in self._executors)
-
-    def keep_weights(self, write: Write) -> bool:
+    def keep_weights(self, folder: OutFolder, write: Write) -> bool:
         """In worker 0's process, after `replay`: keep the best weights. Returns whether those so far are lost."""
         assert self.goal is not None
-        assert self._options.out is not None
-        self.weights = BestWeights(self._options.out, write, self.goal, self.best, run_before(self._options))
+        self.weights = BestWeights(folder, write, self.goal, self.best)
         return self.best is not None and self.weights.held is None
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> bool:
@@ -144,28 +132,33 @@ class Consequences:
             observer.evaluated(version, metrics)
         return best
 
-    def waits(self, minibatch: int, evaluated: int) -> bool:
-        """Whether a minibatch may begin only after an evaluation that is due, which may end the run.
+    def feed(self, evaluated: int) -> None:
+        """Let minibatches begin up to the next evaluation, which may end the run; without a flush, all.
 
-        With a flush, it must: none of its actions could begin earlier anyway.
+        With a flush, none of the others' actions could begin before it anyway.
 
         Args:
             evaluated: the newest version that was evaluated.
         """
-        every = self._options.eval_every
-        if every is None or not self._flushes:
-            return False
+        self._limit.fed, every = self.end, self._job.options.eval_every
+        if every is None or not self._job.recipe.schedule.synchronous:
+            return
         assert isinstance(every, int)
         version = (evaluated // every + 1) * every
-        return minibatch >= version and self.due(version)
+        if self.due(version):
+            self._limit.fed = version
 
     def earliest(self, version: int) -> int:
         """After which step the run can be saved, if all its workers learn of that at a version."""
-        return max(self._step, version + self._lead)
+        return max(self._rows.step, version + self._lead)
 
     def earliest_end(self, version: int) -> int:
         """After which step the run can end: at once where no minibatch has begun since the version was evaluated."""
-        return max(self._step, version) if self._flushes and version == self._newest else self.earliest(version)
+        return (
+            max(self._rows.step, version)
+            if self._job.recipe.schedule.synchronous and version == self._newest
+            else self.earliest(version)
+        )
 
     def ends(self, end: int, why: str, reason: str) -> None:
         """All workers decide, at the same version, that the run ends after a step, the `earliest_end`."""
@@ -181,45 +174,33 @@ class Consequences:
         """
         if end >= self.end:
             return False
-        self.end, self.stopped = end, why
-        if self._speaks:
+        self._limit.end, self.stopped = end, why
+        if not self._job.process:
             say(f"{reason}: the run ends after step {end}")
         return True
 
     def _show_end(self) -> None:
-        for executor in self._executors:
+        for executor in self._rows.every:
             executor.store.versions.end(self.end, known_to_all=self.end > executor.store.version)
         for observer in self._observers:
             observer.ends(self.end)
 
     def forget_best(self) -> None:
         """The weights of the best evaluation so far are lost: count only evaluations from here on."""
-        if self._speaks and self.best is not None:
-            say(f"{self._options.out} lacks the weights of step {self.best[0]}: the best from here on are kept")
+        if not self._job.process and self.best is not None:
+            say(f"{self._job.options.out} lacks the weights of step {self.best[0]}: the best from here on are kept")
         self.best = None
 
-    def take_place(self, summary: dict[str, Any] | None) -> None:
-        """The run has trained to its end, and its weights are written: replace an earlier run's best weights.
-
-        Args:
-            summary: on worker 0.
-        """
-        if self.weights is not None:
-            self.weights.take_place()
-        if summary is not None and (self.goal is not None or self.stopped is not None):
-            self.add_to(summary)
-            write_run(summary)
-
-    def add_to(self, summary: dict[str, Any]) -> None:
+    def add_to(self, summary: RunJson) -> None:
         """Put the best evaluation, and why the run has ended early, into its summary."""
         if self.goal is not None or self.stopped is not None:
-            summary["stopped"] = self.stopped
+            summary.stopped = self.stopped
         if self.goal is None:
             return
-        summary["best"] = None
+        summary.best = None
         if self.best is not None:
             (step, value), held = self.best, None if self.weights is None else self.weights.held
-            summary["best"] = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
+            summary.best = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
 
     def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:
         self._newest = version
@@ -237,20 +218,20 @@ class Consequences:
         if self.wanted is None:
             return
         value = metrics.get(self.wanted.metric, math.nan)
-        if self.wanted.better(value, self._improved, self._options.min_delta):
+        if self.wanted.better(value, self._improved, self._job.options.min_delta):
             self._improved, self._since = value, 0
             return
-        every_steps = self._options.eval_every
+        every_steps = self._job.options.eval_every
         assert isinstance(every_steps, int)
         # At another version it was the last evaluation of a shorter run, which a longer run does not make.
         self._since += version % every_steps == 0
-        patience = self._options.patience
+        patience = self._job.options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
             reason = f"{self.wanted.metric} has not improved in {patience} evaluations"
             self.shorten(self.earliest_end(version), PATIENCE, reason)
 
     def _step_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
-        for executor in self._executors:
+        for executor in self._rows.every:
             executor.store.updater.evaluated(version, metrics)
 
 
@@ -282,14 +263,12 @@ def lead(recipe: Recipe, shapes: bool) -> int:
 
         evaluated at version 20 ─→ the run ends after step 20 + `lead`
 
-    With a flush, what an evaluation decides ends the run at its version: nothing later begins before it (`waits`).
+    With a flush, what an evaluation decides ends the run at its version: no later minibatch was fed (`feed`).
 
     Args:
         shapes: batches have several shapes, so worker 0 reads ahead.
     """
-    demand = recipe.demand
-    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # readers of expected weights
-    return furthest(recipe.schedule) + reach + 1 + (AHEAD if shapes else 0)
+    return furthest(recipe.schedule) + ahead(recipe.demand, shapes)
 
 
 def furthest(schedule: Schedule) -> int:
@@ -297,35 +276,3 @@ def furthest(schedule: Schedule) -> int:
     begun = -(-max(held(schedule)) // schedule.microbatches) + schedule.late
     expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
     return begun + expected + 1
-
-
-class EndingRow:
-    """A row up to minibatch `end()`, which may become smaller during the run.
-
-    The row ends as in `Schedule.until`.
-
-    Args:
-        waits: whether a minibatch may not begin yet.
-    """
-
-    def __init__(
-        self, row: Iterator[Event], end: Callable[[], int], waits: Callable[[int], bool], recipe: Recipe
-    ) -> None:
-        self._row, self._end, self._waits = row, end, waits
-        self._patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
-        self._upcoming = next(row, None)
-
-    def next(self) -> Event | None:
-        """The next event; None at the row's end, or where it waits."""
-        while (event := self._upcoming) is not None and not self._waits(event[1].minibatch):
-            self._upcoming = next(self._row, None)
-            if event[1].minibatch < self._end():
-                return event
-            self._patience -= 1
-            if self._patience < 0:
-                self._upcoming = None
-        return None
-
-    def more(self) -> bool:
-        """Whether events are left."""
-        return self._upcoming is not None

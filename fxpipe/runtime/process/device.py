@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.messages import warn
 from fxpipe.planner.device import INFINITE, Device, at_peak
+from fxpipe.runtime.wires.environment import CONNECTIONS, widen_queues
 from fxpipe.runtime.wires.exchange import gathered
 
 
@@ -23,27 +25,32 @@ def own_device(kind: str) -> torch.device:
     """
     if kind != "cuda":
         return torch.device(kind)
+    late = CONNECTIONS not in os.environ and torch.cuda.is_initialized()
+    widen_queues()
     if not torch.cuda.is_available():
         raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
-    # A stream that shares a queue with another one's NCCL kernel waits for it: torch's own streams are 32.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if late and local_rank == 0:
+        warn(
+            f"this script has used CUDA before fxpipe could set {CONNECTIONS}=32, so a copy may wait for another "
+            "message: set it before the script starts"
+        )
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def common_backend(device: torch.device, rank: int, ranks: int) -> str:
+def common_backend(device: torch.device) -> str:
     """NCCL if every process on every machine has a CUDA device of its own, else gloo."""
     own = None
     if device.type == "cuda" and dist.is_nccl_available():
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself identifies hosts
         own = host, str(torch.cuda.get_device_properties(device).uuid)
-    answers = gathered(own, rank, ranks)
-    return "nccl" if None not in answers and len(set(answers)) == ranks else "gloo"
+    answers = gathered(own)
+    return "nccl" if None not in answers and len(set(answers)) == len(answers) else "gloo"
 
 
-def devices_of(device: torch.device, peak: float | None, process: int, processes: int) -> list[Device | None]:
+def devices_of(device: torch.device, peak: float | None, process: int) -> list[Device | None]:
     """The devices of a run, each once, with their peaks as `flops`; None where a peak is not known. Called by all.
 
     A machine's CPU counts once for each process.
@@ -56,7 +63,7 @@ def devices_of(device: torch.device, peak: float | None, process: int, processes
         found = torch.cuda.get_device_properties(device)
         name, which = found.name, f"{socket.gethostname()} {found.uuid}"
     known = Device(name, peak, INFINITE) if peak else at_peak(name, torch.backends.cuda.matmul.fp32_precision == "tf32")
-    return list(dict(gathered((which, known), process, processes)).values())
+    return list(dict(gathered((which, known))).values())
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)

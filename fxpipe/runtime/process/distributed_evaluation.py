@@ -1,15 +1,16 @@
 """Evaluation over the workers of a run: batches enter at worker 0 and go down the pipeline, several at a time.
 
     worker 0     reads a batch, sends the next process its shape, runs its code
-    worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
-    at the end   metrics go to worker 0; once it has all of them, they go from process to process, and all train on
+    worker k     receives the shape, says so, passes it on, runs its code: receives, sends, keeps its metrics
+    at the end   metrics go to worker 0; once it has all of them, it sends them to all processes, and all train on
 
 Replicas of the pipeline share the batches: replica j of R evaluates batch b if b mod R is j. Each replica of worker 0
 reads all batches, and receives the metrics of its share from the workers of its own pipeline. Then the replicas
-exchange these numbers: the metrics are added up as without replicas, in the order of the batches.
+gather these numbers: the metrics are added up as without replicas, in the order of the batches.
 
-A worker waits for the workers after it only until they have what it sent two batches ago, so no worker runs far
-ahead. It receives a batch's shape, and posts that batch's receives, before it computes the previous batch.
+A process goes on to a batch only when the next one has the shape of the batch two before, so no worker runs far ahead,
+over wires without a limit, too. It receives a batch's shape, and posts that batch's receives, before it computes the
+previous batch.
 
 A process walks a row of forwards, as in training it walks a schedule's row of forwards and backwards. Worker k computes
 a batch k − j turns after worker j: what it receives was sent a turn ago, and all processes compute at the same time.
@@ -21,9 +22,7 @@ With workers 0 and 2 in one process, and 1 and 3 in another:
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -36,15 +35,18 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.best_weights import metrics_of
 from fxpipe.runtime.process.training_loop import posted
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, evaluation_edges, moves
-from fxpipe.runtime.wires.collective import Collective, Key
+from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.wires.exchange import of_worker_0
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
-from fxpipe.runtime.worker.between_replicas import check_read_alike
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, whole_metrics
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.replicas_alike import check_read_alike
 from fxpipe.schedule.action import Action, Event
 
 AHEAD = 2
-"""How many batches a worker may be ahead: batches whose values it has sent and no worker has received."""
+"""How many batches a process may be ahead: those whose shapes the next process has not received."""
+
+_NOTHING = torch.empty(0, dtype=torch.float64)
 
 _OVER = -1
 """Sent in place of a shape: there are no more batches."""
@@ -63,7 +65,7 @@ class DistributedEvaluation:
         data: the batches, on worker 0; None elsewhere.
         line: the processes.
         collective: where worker 0 is, connects it with its other replicas; None without replicas.
-        alone: there are no other processes.
+        process: this one's number; None if there are no others.
 
     Attributes:
         evaluators: of its workers.
@@ -84,11 +86,11 @@ class DistributedEvaluation:
         data: EvaluationData | None,
         line: ProcessLine,
         collective: Collective | None = None,
-        alone: bool = False,
+        process: int | None = None,
     ) -> None:
         self.plan = plan
-        first = executors[0]
-        self._told, self._count = first.collective if plan.crossing and not alone else None, 0
+        first, alone = executors[0], process is None
+        self._process = process
         self._hosted = [executor.worker for executor in executors]
         self._replicas = 1 if alone else sharing(plan)
         self._replica = first.replica % self._replicas
@@ -145,7 +147,7 @@ class DistributedEvaluation:
             states: the tensors of each worker here (see `Executor.state`); they must not change meanwhile.
 
         Returns:
-            The mean of every metric where worker 0 is, None elsewhere.
+            The mean of every metric where worker 0 is, None elsewhere. All have it as `newest`.
 
         Raises:
             FxpipeError: the data or a computation failed; or another worker failed.
@@ -161,16 +163,18 @@ class DistributedEvaluation:
         for worker, evaluator in evaluators.items():
             evaluator.begin(held[worker], self._shapes)
         row = partial(next, self._row(), None)
-        for event in posted(row, lambda event: evaluators[event[0]].expect(event[1]), len(evaluators)):
+        expect = lambda event: evaluators[event[0]].expect(event[1])  # noqa: E731
+        for event in posted(row, expect, len(evaluators), self._device):
             if event is None:
                 break
             worker, action = event
             evaluators[worker].execute(action, self._leaves.pop(action.minibatch) if worker == 0 else None)
+        if self._shapes:
+            self._await_taken()
         self._begun = False
         found = self._gather({worker: evaluator.values for worker, evaluator in evaluators.items()})
         self._finish()
-        self._pass_word(found)
-        return found
+        return self._of_all(found)
 
     def _begin(self) -> None:
         self._batches = None if self._data is None else self._data(self._replica, self._replicas)
@@ -228,6 +232,8 @@ class DistributedEvaluation:
 
     def _receive_shape(self) -> bool:
         """Receive the shape of the next batch, and pass it on to the next process; False if there is none."""
+        if len(self._shapes) >= AHEAD:
+            self._await_taken()
         number = self._number(len(self._shapes))
         if self._batches is None:
             assert self._line.before is not None
@@ -242,13 +248,19 @@ class DistributedEvaluation:
             self._speaks.send_note(self._line.after, ("shape", 0), torch.tensor([shape], dtype=torch.float64))
         if shape == _OVER:
             return False
+        if self._line.before is not None:
+            self._speaks.send_note(self._line.before, ("taken", 0), torch.zeros(1, dtype=torch.float64))
         self._shapes[number] = shape
         return True
 
+    def _await_taken(self) -> None:
+        """Wait until the next process has the shape of one more batch."""
+        if self._line.after is not None:
+            self._numbers(self._line.after, "taken", 1)
+
     def _gather(self, values: dict[int, list[Tensor]]) -> dict[str, float] | None:
         """The metrics of the evaluation where worker 0 is, None elsewhere."""
-        nothing = torch.empty(0, dtype=torch.float64)
-        own = {worker: torch.cat([nothing, *(part.cpu() for part in found)]) for worker, found in values.items()}
+        own = {worker: torch.cat([_NOTHING, *(part.cpu() for part in found)]) for worker, found in values.items()}
         if 0 not in own:
             for worker, found in own.items():
                 if len(found):
@@ -260,35 +272,19 @@ class DistributedEvaluation:
                 made.append(own[worker])
                 continue
             count = sum(sum(self.plan.evaluations[shape].sizes(worker)) for shape in self._shapes.values())
-            made.append(self._numbers(worker, "metrics", count) if count else nothing)
+            made.append(self._numbers(worker, "metrics", count) if count else _NOTHING)
         if self._collective is not None:
             made = put_together(self.plan, self._read, made, self._collective)
         assert self._data is not None
         shapes, weights = [batch.shape for batch in self._read], [batch.weight for batch in self._read]
         return whole_metrics(self.plan, shapes, weights, made, self._data.of_all)
 
-    def _pass_word(self, found: dict[str, float] | None) -> None:
-        """Wait until worker 0 has all metrics, and pass them on; so training does not wait for another evaluation."""
-        if found is None:
-            assert self._line.before is not None
-            length = self._numbers(self._line.before, "result", 1)
-            text = self._numbers(self._line.before, "result", int(length))
-            self.newest = _read(text)
-        else:
-            self.newest = dict.fromkeys(self._names, math.nan) | found
-            text = torch.tensor([*json.dumps(self.newest).encode()], dtype=torch.float64)
-            length = torch.tensor([len(text)], dtype=torch.float64)
-        for numbers in (length, text):
-            if self._line.after is not None:
-                self._speaks.send_note(self._line.after, ("result", 0), numbers)
-            if self._told is not None:
-                self._told.start_copy(self._next_word(), numbers.to(self._device))
-        self._finish()
-
-    def _next_word(self) -> Key:
-        """The key under which replicas exchange the metrics of one more evaluation."""
-        self._count += 1
-        return "metrics", self._count
+    def _of_all(self, found: dict[str, float] | None) -> dict[str, float] | None:
+        """Wait until worker 0 has all metrics; so training does not wait for another evaluation."""
+        self.newest = {} if found is None else dict.fromkeys(self._names, math.nan) | found
+        if self._process is not None:
+            self.newest = of_worker_0(self.newest)
+        return found
 
     def _finish(self) -> None:
         for transport in self._transports.values():
@@ -307,20 +303,7 @@ class ReceivedEvaluation(DistributedEvaluation):
         return None
 
     def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
-        self.newest = _read(self._copied(int(self._copied(1))))
-        return None
-
-    def _copied(self, count: int) -> Tensor:
-        assert self._told is not None
-        word = self._next_word()
-        self._told.start_copy(word, torch.zeros(count, dtype=torch.float64, device=self._device))
-        return self._told.take(word)
-
-
-def _read(text: Tensor) -> dict[str, float]:
-    """Metrics by name, from the bytes in which they are sent: the names are the user's hook's."""
-    found: dict[str, float] = json.loads(bytes(int(byte) for byte in text.tolist()))
-    return found
+        return self._of_all(None)
 
 
 def sharing(plan: Plan) -> int:
@@ -343,20 +326,12 @@ def put_together(plan: Plan, read: Sequence[Placed], values: Sequence[Tensor], c
         RunError: the replicas have read different batches.
         PeerLost: another replica is gone.
     """
-    replica, replicas = collective.replica, collective.replicas
-    said = torch.zeros(replicas, 2, dtype=torch.int64)
-    said[replica, 0] = len(read)
-    said[replica, 1] = zlib.crc32(repr([(batch.shape, batch.weight, batch.checksum) for batch in read]).encode())
-    collective.start_sum(("evaluation", 0), said.to(plan.device).flatten())
-    of_replicas = collective.take(("evaluation", 0)).reshape(replicas, 2).tolist()
-    check_read_alike(of_replicas, "an evaluation", "eval_data()")
-    counts = [[sum(plan.evaluations[batch.shape].sizes(worker)) for batch in read] for worker in range(plan.workers)]
-    whole = [torch.zeros(sum(of_worker), dtype=torch.float64) for of_worker in counts]
-    for of_worker, rows, made in zip(counts, whole, values, strict=True):
-        places = rows.split(of_worker)[replica::replicas]
-        for place, own in zip(places, made.split(of_worker[replica::replicas]), strict=True):
-            place.copy_(own)
-    if not any(map(len, whole)):
-        return whole
-    collective.start_sum(("metrics", 0), torch.cat(whole).to(plan.device))
-    return list(collective.take(("metrics", 0)).cpu().split([len(rows) for rows in whole]))
+    collective.start_comparison(("evaluation", 0), [(batch.shape, batch.weight, batch.checksum) for batch in read])
+    check_read_alike(collective, ("evaluation", 0), "an evaluation", "eval_data()")
+    workers, replicas, batches = range(plan.workers), collective.replicas, range(len(read))
+    shares = [[(worker, batch) for worker in workers for batch in batches[j::replicas]] for j in range(replicas)]
+    sizes = {(w, b): sum(plan.evaluations[read[b].shape].sizes(w)) for share in shares for w, b in share}
+    sums = [sum(sizes[place] for place in share) for share in shares]
+    collective.start_gather(("metrics", 0), torch.cat(list(values)).to(plan.device), sums)
+    parts = dict(zip(sizes, collective.take(("metrics", 0)).cpu().split(list(sizes.values())), strict=True))
+    return [torch.cat([_NOTHING, *(parts[worker, batch] for batch in batches)]) for worker in workers]

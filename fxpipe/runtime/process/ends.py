@@ -10,18 +10,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from fxpipe import errors
-from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost, listed
+from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost, first_line, listed
+from fxpipe.limits import limit_hint
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.spec import MESH, Mesh
-from fxpipe.runtime.wires.run_folder import RunFolder
+from fxpipe.runtime.wires.board import Board
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHOES = (PeerLost.__name__, PeerRefused.__name__)
@@ -38,7 +39,16 @@ def end_process(code: int) -> NoReturn:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    forget_memory(os.getpid())
     os._exit(code)
+
+
+def forget_memory(process: int) -> None:
+    """Remove the files of a process that ends in which torch counts who has its CUDA memory open; only torch's
+    destructors do, and fxpipe's processes end without them."""
+    with suppress(OSError):
+        for path in Path("/dev/shm").glob(f"torch_{process}_*"):
+            path.unlink()
 
 
 class Stopped(SystemExit):
@@ -61,58 +71,53 @@ def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def give_up(number: int) -> NoReturn:
-    """Do what a signal asked for, after cleaning up.
-
-    Raises:
-        KeyboardInterrupt: it was Ctrl-C.
-        Stopped: it was another signal.
-    """
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Stopped(128 + number)
-
-
 class StopRequests:
-    """Counts signals: the first asks a run to stop, a second one to stop at once.
+    """Signals that ask a process to stop.
 
     Attributes:
-        asked: the signals so far.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, signals count as requests (see `heeding`)."""
-        with heeding(self._ask):
-            yield
-        if self.asked:  # it came too late to stop anything, but the user meant it
-            self.give_up()
-
-    def give_up(self) -> NoReturn:
-        """Do what the first signal asked for (see the function)."""
-        give_up(self.asked[0])
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        self.asked.append(number)
-
-
-class PoliteStop:
-    """Stops a process whose run is saved: the first signal asks for a last checkpoint, the second ends the process.
-
-    Attributes:
-        asked: the signal that asked it to stop; None before.
+        asked: the first signal; None before.
+        insisted: whether there was a second one.
     """
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self._last: tuple[int, Path | None] | None = None
+        self.insisted = False
 
     def listening(self) -> AbstractContextManager[None]:
         """Inside, signals count as requests (see `heeding`)."""
         return heeding(self._ask)
+
+    def give_up_if_asked(self) -> None:
+        """Do what the first signal asked for, after cleaning up.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C.
+            Stopped: it was another signal.
+        """
+        if self.asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.asked is not None:
+            raise Stopped(128 + self.asked)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.insisted = self.asked is not None
+        self.asked = self.asked or number
+
+
+class PoliteStop(StopRequests):
+    """Stops a process whose run is saved: the first signal asks for a last checkpoint, the second ends the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[int, Path | None] | None = None
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Inside, the first signal only counts as a request; afterwards it does what it would have done."""
+        with self.listening():
+            yield
+        if self.asked is not None:
+            signal.raise_signal(self.asked)
 
     def saved(self, step: int, path: Path | None) -> None:
         """The last checkpoint is over; called in any thread."""
@@ -124,25 +129,19 @@ class PoliteStop:
         return self._last is not None
 
     def give_up_if_saved(self) -> None:
-        """Stop, if the last checkpoint is over.
-
-        Raises:
-            KeyboardInterrupt: it was Ctrl-C that asked.
-            Stopped: it was another signal.
-        """
-        if self._last is None or self.asked is None:
-            return
-        say_stopped(*self._last)
-        give_up(self.asked)
+        """As `give_up_if_asked`, if the last checkpoint is over."""
+        if self._last is not None and self.asked is not None:
+            say_stopped(*self._last)
+            self.give_up_if_asked()
 
     def exit(self) -> NoReturn:
         """End the process as the signal would have."""
         os._exit(128 + (self.asked or signal.SIGTERM))
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.asked is not None:
+        super()._ask(number, _)
+        if self.insisted:
             self.exit()
-        self.asked = number
 
 
 def say_stopped(step: int, saved: Path | None) -> None:
@@ -167,14 +166,18 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
     return f"rank {rank}{which} (workers {listed([str(worker) for worker in hosted])})"
 
 
-def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") -> None:
+def leave_error(board: Board, rank: int, error: BaseException, who: str = "") -> None:
     """Write down why this worker process ends.
 
     Args:
         who: what to call it (see `process_name`).
     """
-    if not isinstance(error, (Exception, KeyboardInterrupt)):
+    if not isinstance(error, Exception):
         error = ended_by_user_code(error, who or process_name(rank))
+    elif (hint := limit_hint(error)) is not None:
+        if not isinstance(error, FxpipeError):
+            error = WorkerLost(f"{who or process_name(rank)} stopped: {first_line(error)}")
+        error.hint = hint
     if isinstance(error, FxpipeError):
         said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
         entry = {"kind": type(error).__name__, **said}
@@ -182,14 +185,14 @@ def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") 
         trace = "".join(traceback.format_exception(error))
         entry = {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace}
     try:
-        RunFolder(exchange).write(f"{rank}.json", json.dumps({**entry, "rank": rank, "time": time.time()}))
+        board.set(_key(rank), json.dumps({**entry, "rank": rank, "time": time.time()}), patient=False)
     except OSError:
         warn("".join(traceback.format_exception(error)) if entry["kind"] is None else str(error))
 
 
 def ended_by_user_code(error: BaseException, who: str) -> WorkerLost:
     """The error for a process whose user's code has called `sys.exit`, or raised something that is no `Exception`."""
-    from fxpipe.tracing.user_lines import user_traceback
+    from fxpipe.user_lines import user_traceback
 
     cause = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, SystemExit):
@@ -201,32 +204,35 @@ def ended_by_user_code(error: BaseException, who: str) -> WorkerLost:
     )
 
 
-def known_errors(exchange: Path) -> list[dict[str, Any]]:
-    """What workers have written down, the earliest first."""
-    folder = RunFolder(exchange)
-    entries = [json.loads(text) for name in folder.names(".json") if (text := folder.read(name)) is not None]
-    return sorted((entry for entry in entries if "kind" in entry), key=lambda entry: entry["time"])
+def known_errors(board: Board, ranks: Iterable[int]) -> list[dict[str, Any]]:
+    """What these workers have written down, the earliest first."""
+    entries = [json.loads(text) for rank in ranks if (text := board.get(_key(rank))) is not None]
+    return sorted(entries, key=lambda entry: entry["time"])
 
 
-def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
+def _key(rank: int) -> str:
+    return f"error/{rank}"
+
+
+def is_explained(board: Board, ends: dict[int, int]) -> bool:
     """Whether the first cause is known: an error or exit, not only lost connections, which follow from others."""
-    echoes = {entry["rank"] for entry in known_errors(exchange) if entry["kind"] in ECHOES}
+    echoes = {entry["rank"] for entry in known_errors(board, ends) if entry["kind"] in ECHOES}
     return any(rank not in echoes for rank in ends)
 
 
-def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
+def first_cause(board: Board, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
     """The error that ended a run.
 
     A worker's own error counts before a process that ended without one, and both before lost connections.
 
     Args:
-        exchange: where workers have left their errors.
+        board: where workers have left their errors.
         ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
             came before the launcher ended the others.
         signs: of all processes: where they were.
         mesh: the plan's.
     """
-    left = known_errors(exchange)
+    left = known_errors(board, range(len(signs)))
     for entry in left:
         if entry["kind"] not in ECHOES:
             return _rebuilt(entry, signs, mesh)
@@ -252,6 +258,8 @@ def without_error(who: str, code: int | None, place: str | None) -> WorkerLost:
     elif code < 0:
         what = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         hint = memory if code == -signal.SIGKILL else ""
+        if -code in (signal.SIGABRT, signal.SIGINT):  # libraries end a process so
+            hint = "what it wrote to stderr is above; ulimit -n, -u or -v may be too low"
     else:
         what = f"exited with code {code} before its work was done"
         hint = "what it wrote to stderr is above; code that calls os._exit ends a process without an error"

@@ -1,5 +1,5 @@
 """What an error leaves of a run: checkpoints that are being written are finished where possible, and the error names
-the newest one that a run can go on from.
+the newest one that a run can go on from, or says that nothing is saved.
 
 A worker copies its state between two actions and writes it in a thread, which goes on while the worker waits for
 others. So a checkpoint that all workers have copied becomes whole although the run stands still; one that a worker has
@@ -19,6 +19,7 @@ from time import monotonic, sleep
 from fxpipe.checkpoint.manifest import Manifest, read_manifest
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import CheckpointError, FxpipeError, NotFiniteError, listed
+from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import NEWEST
 
@@ -104,17 +105,20 @@ def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: li
 
 
 def name_checkpoint(error: FxpipeError, options: PipelineOptions, out: str | Path | None) -> None:
-    """Add to the hint of an error that ends a run from which checkpoint it can go on."""
+    """Add to the hint of an error that ends a run from which checkpoint it can go on, or that its steps are lost."""
     spoilt: list[str] | None = [] if isinstance(error, NotFiniteError) else None
     try:
         path = last_checkpoint(options, out, spoilt)
     except OSError:  # a failing disk is no reason to hide the error
         return
+    said = None
     if path is not None:
         said = f"the last good checkpoint is {path}: go on from there with --resume"
         if spoilt:
             said += f", after deleting those with numbers that are not finite: {listed(spoilt)}"
-        error.hint = said if error.hint is None else f"{error.hint}; {said}"
+    elif options.checkpoint_every is None and out is not None and not (Path(out) / FINAL_WEIGHTS).exists():
+        said = "no weights of this run are saved: --checkpoint-every N saves them on the way"
+    error.hint = "; ".join(text for text in (error.hint, said) if text) or None
 
 
 def _has_its_sizes(path: Path, manifest: Manifest) -> bool:

@@ -9,31 +9,43 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
+from fxpipe.limits import check_folder, open_more_files
 from fxpipe.messages import say, warn
 from fxpipe.observe.progress import leave_bar
 from fxpipe.observe.pulse import PULSES, PulseFile
+from fxpipe.observe.run_json import RunJson
 from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import REPLAN, RunOptions
-from fxpipe.runtime.process.ends import SIGNALS, Stopped, StopRequests, first_cause, is_explained, known_errors
+from fxpipe.runtime.process.ends import (
+    SIGNALS,
+    Stopped,
+    StopRequests,
+    first_cause,
+    forget_memory,
+    is_explained,
+    known_errors,
+)
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
 from fxpipe.runtime.process.moves import Moves
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
+from fxpipe.runtime.wires.board import SUMMARY, Board, FolderBoard, make_folder
 from fxpipe.runtime.wires.doors import prepare_meeting
-from fxpipe.runtime.wires.run_folder import SUMMARY, RunFolder, make_folders, prepared
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 GLANCE = 0.05
 """Seconds between two looks at the workers."""
@@ -55,19 +67,47 @@ RESTARTED = (WorkerLost, PeerLost)
 still. An error that fxpipe explains would come again."""
 
 
+_adoption = threading.Lock()
+_adopters = _before = 0
+"""How many runs of this process, in threads, adopt orphans now; and whether it did before the first of them."""
+
+
+@contextmanager
+def _adopting() -> Iterator[bool]:
+    """Inside, this process adopts orphans, if the system can make it; yields whether it can. Then all is as before."""
+    global _adopters, _before
+    if sys.platform != "linux":
+        yield False
+        return
+    prctl, now = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _adoption:
+        if not _adopters:
+            prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(now))
+            _before = now.value
+        adopts = prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+        _adopters += 1
+    try:
+        yield adopts
+    finally:
+        with _adoption:
+            _adopters -= 1
+            if not _adopters:
+                prctl(_PR_SET_CHILD_SUBREAPER, _before)
+
+
 class WorkerProcesses:
     """Processes that run `fxpipe.runtime.process.child`, each the leader of its own session: Ctrl-C reaches only the
     launcher, and what a worker starts ends with the worker.
 
     On Linux one starter imports torch, forks all of them and ends; then they are the children of this process, which
-    adopts orphans from now on. On other systems each worker is started by itself.
+    adopts orphans until the last of them have ended. On other systems each worker is started by itself.
 
     Attributes:
         pulses: what the workers do.
     """
 
-    def __init__(self, options: RunOptions, ranks: int, exchange: Path, guardian: Guardian) -> None:
-        self.pulses = PulseFile(exchange / PULSES, ranks)
+    def __init__(self, options: RunOptions, ranks: int, board: FolderBoard, guardian: Guardian) -> None:
+        self.pulses = PulseFile(board.path / PULSES, ranks)
         self._ranks, self._guardian = ranks, guardian
         self._starters: list[subprocess.Popen[bytes]] = []
         self._processes: dict[int, int] = {}  # by rank, those that have begun
@@ -76,9 +116,11 @@ class WorkerProcesses:
         heard, said = os.pipe()
         os.set_blocking(heard, False)
         self._begun = FileIO(heard)
-        adopts = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+        self._adoption = ExitStack()
+        adopts = self._adoption.enter_context(_adopting())
         module = "fxpipe.runtime.process.child"
-        command = [sys.executable, "-P", "-m", module, options.to_json(), str(os.getpid()), str(said)]
+        text = dataclasses.replace(options, board=str(board.path)).to_json()
+        command = [sys.executable, "-P", "-m", module, text, str(os.getpid()), str(said)]
         environment = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         names = [str(rank) for rank in range(ranks)]
         try:
@@ -145,14 +187,17 @@ class WorkerProcesses:
             self._begun.close()
         for process in self._processes.values():
             self._kill_group(process)
+            forget_memory(process)
         for starter in self._starters:
             starter.wait()
         for rank in range(self._ranks):
             self._ended.setdefault(rank, -signal.SIGKILL)
         for process in self._processes.values():
             with suppress(ChildProcessError):
-                os.waitpid(process, 0)
+                while process not in self._gone:
+                    os.waitpid(-process, 0)  # and what it has started
             self._gone.add(process)
+        self._adoption.close()
 
     def _starter(self, rank: int) -> subprocess.Popen[bytes]:
         return self._starters[rank if len(self._starters) > 1 else 0]
@@ -188,7 +233,7 @@ class WorkerProcesses:
 
 
 def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]:
-    """Run a build with `ranks` local processes; return the summary (see `summarize_run`).
+    """Run a build with `ranks` local processes; return the summary (see `RunJson.to_json`).
 
     When a worker was lost, all are started again, at most `options.max_restarts` times. The summary's `restarts` says
     why, where that worker was, how many steps had begun, and after which step the run went on: the step of the newest
@@ -202,6 +247,8 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
         KeyboardInterrupt: Ctrl-C; no process and no file is left.
         Stopped: the same by another signal.
     """
+    check_folder()
+    open_more_files()
     restarts: list[dict[str, Any]] = []
     requests = StopRequests()
     moves = Moves(options) if options.rebalance or options.on_loss == REPLAN else None
@@ -210,9 +257,9 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
             held.callback(moves.end)
             options = moves.options
         while True:
-            furthest = FurthestStep()
+            attempt = _Attempt(options, ranks, mesh, requests, moves)
             try:
-                summary = _attempt(options, ranks, mesh, requests, furthest, moves)
+                summary = attempt.run()
                 break
             except Stopped:
                 if moves is None or not moves.asked or requests.asked:
@@ -222,143 +269,142 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
                 again = isinstance(error, RESTARTED) and not requests.asked
                 used_up = len(restarts) == options.max_restarts
                 if again and used_up and moves is not None and options.on_loss == REPLAN:
-                    options = moves.without_one(error, furthest.step, requests)
+                    options = moves.without_one(error, attempt.step, requests)
                     ranks, mesh = moves.plan.processes, moves.plan.mesh
                     continue
                 if moves is not None and not requests.asked and (before := moves.back(error)) is not None:
                     options, mesh = before, moves.plan.mesh
                     continue
                 if not again or used_up:
-                    if furthest.step:
+                    if attempt.step:
                         name_checkpoint(error, options, options.out)
                     raise
                 options = newest_options(options, options.out)
                 begin = step_before(options)
-                restarts.append(
-                    {"cause": first_line(error), "where": error.where, "step": furthest.step, "from": begin}
-                )
-                count = f"restart {len(restarts)} of {options.max_restarts}"
-                warn(f"{error}\n  all workers start again ({count}), after step {begin} of {furthest.step} begun")
+                restarts.append({"cause": first_line(error), "where": error.where, "step": attempt.step, "from": begin})
+                number = f"restart {len(restarts)} of {options.max_restarts}"
+                warn(f"{error}\n  all workers start again ({number}), after step {begin} of {attempt.step} begun")
+    requests.give_up_if_asked()  # it came too late to stop anything, but the user meant it
+    if moves is not None:
+        moves.settle()
     if restarts or (moves is not None and moves.rows):
-        from fxpipe.runtime.process.run_summary import write_run  # it imports torch, which most launchers do not need
-
-        summary["restarts"] = restarts
-        summary["moves"] = [] if moves is None else moves.rows
-        write_run(summary)
-    return summary
+        summary.restarts = restarts
+        summary.moves = [] if moves is None else moves.rows
+        summary.write()
+    return summary.to_json()
 
 
 @dataclass
-class FurthestStep:
-    """How far the workers of a run have come: the last step that any has begun."""
+class _Attempt:
+    """One start of the workers.
 
+    Attributes:
+        mesh: the plan's.
+        step: the last that any worker has begun, once all have ended.
+    """
+
+    options: RunOptions
+    ranks: int
+    mesh: Mesh
+    requests: StopRequests
+    moves: Moves | None
     step: int = 0
 
+    @property
+    def grace(self) -> float:
+        """Seconds that workers have to stop."""
+        return GRACE if self.options.checkpoint_every is None else SAVING
 
-def _attempt(
-    options: RunOptions, ranks: int, mesh: Mesh, requests: StopRequests, furthest: FurthestStep, moves: Moves | None
-) -> dict[str, Any]:
-    """Start the workers once and wait for their end; return the summary."""
-    temporary = make_folders(options.out)
-    with Guardian(*(Path(each.name) for each in temporary)) as guardian, ExitStack() as held:
-        folders = [Path(held.enter_context(each)) for each in temporary]  # guarded until they are gone
+    def run(self) -> RunJson:
+        """Start the workers, and wait for their end; return the summary."""
+        options, ranks = self.options, self.ranks
+        temporary = make_folder(ROOM + ROOM_OF_PAIR * ranks**2)
+        board = FolderBoard(temporary.name)
+        with Guardian(board.path) as guardian, temporary:  # guarded until it is gone
+            prepare_meeting(board, self.mesh.groups)
+            if self.moves is not None:
+                self.moves.begin(board, guardian)
+            if options.progress:
+                say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
+            workers = WorkerProcesses(options, ranks, board, guardian)
+            try:
+                self._watch(workers, board)
+            except FxpipeError:
+                finish_writing(options.out, RUNNING_ON)
+                raise
+            finally:
+                closed = workers.ended().get(0) in (0, 1)
+                workers.end()
+                if options.progress and not closed:
+                    leave_bar()
+                self.step = max(signs.step for signs in workers.pulses.read())
+                with suppress(OSError):  # a file left by a worker that was ended while it wrote
+                    if options.trace is not None:
+                        partial(options.trace).unlink()
+            text = board.get(SUMMARY)
+            assert text is not None, "worker 0 has ended, and waited until it was written"
+            return RunJson.of(json.loads(text))
 
-        def prepare(folder: Path) -> None:
-            prepare_meeting(folder, mesh.groups)
-            PulseFile(folder / PULSES, ranks)
+    def _watch(self, workers: WorkerProcesses, board: Board) -> None:
+        """Return when all workers have done their work.
 
-        exchange = prepared(folders, ROOM + ROOM_OF_PAIR * ranks**2, prepare)
-        texts = RunFolder(exchange)
-        if moves is not None:
-            moves.begin(texts.read, texts.write, guardian)
-        if options.progress:
-            say(f"starting {ranks} process{'es' if ranks > 1 else ''}")
-        started = WorkerProcesses(dataclasses.replace(options, exchange=str(exchange)), ranks, exchange, guardian)
-        grace = GRACE if options.checkpoint_every is None else SAVING
-        stall = StallWatch(options.stall_timeout, started.stopped, mesh=mesh)
-        try:
-            _watch(started, requests, exchange, stall, grace, options, mesh, moves)
-        except FxpipeError:
-            finish_writing(options.out, RUNNING_ON)
-            raise
-        finally:
-            closed = started.ended().get(0) in (0, 1)
-            started.end()
-            if options.progress and not closed:
-                leave_bar()
-            furthest.step = max(signs.step for signs in started.pulses.read())
-            with suppress(OSError):  # a file left by a worker that was ended while it wrote
-                if options.trace is not None:
-                    partial(options.trace).unlink()
-        text = texts.read(SUMMARY)
-        assert text is not None, "worker 0 has ended, and waited until it was written"
-        summary: dict[str, Any] = json.loads(text)
-        return summary
+        Until worker 0 has its own display, print every few seconds what they do.
 
-
-def _watch(
-    workers: WorkerProcesses,
-    requests: StopRequests,
-    exchange: Path,
-    stall: StallWatch,
-    grace: float,
-    options: RunOptions,
-    mesh: Mesh,
-    moves: Moves | None,
-) -> None:
-    """Return when all workers have done their work.
-
-    Until worker 0 has its own display, print every few seconds what they do.
-
-    Raises:
-        FxpipeError: a worker failed.
-        KeyboardInterrupt, Stopped: they were asked to stop, and have stopped.
-    """
-    begin = said = time.monotonic()
-    while True:
-        if requests.asked:
-            _stop(workers, requests, grace)
-        ends = workers.ended()
-        signs = workers.pulses.read()  # after `ended`: a worker is done before it ends
-        early = {rank: code for rank, code in ends.items() if code or signs[rank].phase != "done"}
-        if early:
-            deadline = time.monotonic() + ECHO
-            while not is_explained(exchange, early) and workers.running() and time.monotonic() < deadline:
-                time.sleep(GLANCE)
-                early |= {rank: code for rank, code in workers.ended().items() if code}
-            stopped = next((code for code in early.values() if code - 128 in SIGNALS), None)
-            if stopped is not None and options.checkpoint_every is not None and not known_errors(exchange):
-                deadline = time.monotonic() + grace  # one of them was asked to stop, and the run saves itself
-                while workers.running() and not requests.asked and time.monotonic() < deadline:
+        Raises:
+            FxpipeError: a worker failed.
+            KeyboardInterrupt, Stopped: they were asked to stop, and have stopped.
+        """
+        options, requests, mesh = self.options, self.requests, self.mesh
+        stall = StallWatch(options.stall_timeout, workers.stopped, mesh=mesh)
+        begin = said = time.monotonic()
+        while True:
+            if requests.asked:
+                self._stop(workers)
+            ends = workers.ended()
+            signs = workers.pulses.read()  # after `ended`: a worker is done before it ends
+            early = {rank: code for rank, code in ends.items() if code or signs[rank].phase != "done"}
+            if early:
+                deadline = time.monotonic() + ECHO
+                while not is_explained(board, early) and workers.running() and time.monotonic() < deadline:
                     time.sleep(GLANCE)
-                raise Stopped(stopped)
-            raise first_cause(exchange, early, signs, mesh)
-        if len(ends) == len(signs):
-            return
-        if moves is not None:
-            moves.look(signs)
-        if options.progress and time.monotonic() - said >= PAUSE and signs[0].phase in ("starting", "importing"):
-            said = time.monotonic()
-            say(f"{starting_text(signs, mesh.noun)} ({said - begin:.0f} s)")
-        if (standstill := stall.look(signs)) is not None:
-            warn(standstill.text)
-            if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, options.out):
-                raise standstill.ends
-        time.sleep(GLANCE)
+                    early |= {rank: code for rank, code in workers.ended().items() if code}
+                stopped = next((code for code in early.values() if code - 128 in SIGNALS), None)
+                if stopped is not None and self.grace == SAVING and not known_errors(board, range(self.ranks)):
+                    deadline = time.monotonic() + SAVING  # one of them was asked to stop, and the run saves itself
+                    while workers.running() and not requests.asked and time.monotonic() < deadline:
+                        time.sleep(GLANCE)
+                    raise Stopped(stopped)
+                raise first_cause(board, early, signs, mesh)
+            if len(ends) == len(signs):
+                return
+            if self.moves is not None:
+                self.moves.look(signs)
+            if options.progress and time.monotonic() - said >= PAUSE and signs[0].phase in ("starting", "importing"):
+                said = time.monotonic()
+                say(f"{starting_text(signs, mesh.noun)} ({said - begin:.0f} s)")
+            if (standstill := stall.look(signs)) is not None:
+                warn(standstill.text)
+                if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, options.out):
+                    raise standstill.ends
+            time.sleep(GLANCE)
 
-
-def _stop(workers: WorkerProcesses, requests: StopRequests, grace: float) -> None:
-    """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
-    signs = workers.pulses.read()
-    begun = any(each.phase in ("training", "writing results") for each in signs)
-    workers.ask_to_stop()
-    if begun and grace == SAVING:
-        say("saving the run before it stops; a second signal stops it at once")
-    elif begun:
-        step = max(each.step for each in signs)
-        say(f"stopped in step {step}, and nothing is saved; with --checkpoint-every, --resume could go on from here")
-    deadline = time.monotonic() + grace
-    while workers.running() and len(requests.asked) == 1 and time.monotonic() < deadline:
-        time.sleep(GLANCE)
-    workers.end()
-    requests.give_up()
+    def _stop(self, workers: WorkerProcesses) -> None:
+        """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
+        grace, signs = self.grace, workers.pulses.read()
+        begun = any(each.phase in ("training", "writing results") for each in signs)
+        workers.ask_to_stop()
+        if any(each.phase == "writing results" for each in signs):
+            grace = SAVING
+            say("writing the trained weights before it stops; a second signal stops it at once")
+        elif begun and grace == SAVING:
+            say("saving the run before it stops; a second signal stops it at once")
+        elif begun:
+            step = max(each.step for each in signs)
+            say(
+                f"stopped in step {step}, and nothing is saved; with --checkpoint-every, --resume could go on from here"
+            )
+        deadline = time.monotonic() + grace
+        while workers.running() and not self.requests.insisted and time.monotonic() < deadline:
+            time.sleep(GLANCE)
+        workers.end()
+        self.requests.give_up_if_asked()

@@ -29,11 +29,11 @@ from fxpipe.checkpoint.shard import worker_of
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import CheckpointError, FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost, listed
-from fxpipe.files import Snapshot
+from fxpipe.files import Snapshot, digest
 from fxpipe.messages import warn
-from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, Signs, StorePulses
+from fxpipe.observe.pulse import PULSES, STEP, PostedPulses, Pulse, PulseFile, Pulses, Signs
 from fxpipe.plan.build_folder import model_path
-from fxpipe.plan.spec import Mesh, Plan
+from fxpipe.plan.spec import MESH, Mesh, Plan
 from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing
@@ -42,6 +42,7 @@ from fxpipe.runtime.process.ends import end_process, process_name, without_error
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
+from fxpipe.runtime.wires.board import Board, FolderBoard, StoreBoard
 from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import (
     close_group,
@@ -72,22 +73,27 @@ class Member:
         agreed: what all processes run.
         pulse: of this process.
         pulses: of all processes.
+        board: the same.
     """
 
     agreed: Agreed
     rank: int
     pulse: Pulse
     pulses: Pulses
+    board: Board
 
 
 @contextmanager
-def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | None = None) -> Iterator[Member]:
+def membership(
+    options: RunOptions, task: Task | None = None, pulse: Pulse | None = None, problem: FxpipeError | None = None
+) -> Iterator[Member]:
     """Be one of the processes that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …), or of the group that
     the caller has made.
 
     Args:
         task: the user's hooks; None takes those of the model file.
         pulse: this process's, if it was started by `launch`, where its launcher reads it.
+        problem: why this process refuses.
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
@@ -105,25 +111,27 @@ def membership(options: RunOptions, task: Task | None = None, pulse: Pulse | Non
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_ranks))
     longest = 2 * LOADING * LIMIT * timedelta(seconds=options.stall_timeout) or FOREVER
-    open_group(rank, world, max(TIMEOUT, longest), options.exchange, options.stall_timeout)
+    folder = None if options.board is None else FolderBoard(options.board)
+    open_group(rank, world, max(TIMEOUT, longest), folder, options.stall_timeout)
+    board: Board | None = folder
     with ExitStack() as held:
         try:
-            agreed = agree(options, task, rank, world, held)
+            agreed = agree(options, task, rank, world, held, problem)
             torch.set_num_threads(threads_for(options.threads, agreed.neighbours))  # several torchruns may share a host
         except BaseException as error:
             leave_after(error)  # all workers are here, and all of them stop
             raise
-        pulses: Pulses | None = None
         try:
             name_process(process_name(rank, agreed.plan.mesh))
-            pulses = _pulses(pulse, agreed, rank, world)
-            yield Member(agreed, rank, pulse, pulses)
+            with peers():
+                board = board or StoreBoard(default_store())
+            yield Member(agreed, rank, pulse, _pulses(pulse, agreed, rank, world, board), board)
         except BaseException as error:
             found = error
-            if isinstance(pulses, StorePulses):  # else the launcher does it
-                if pulses.first_to_end() and isinstance(error, PeerLost):
+            if isinstance(board, StoreBoard):  # else the launcher does it
+                if board.first("ended") and isinstance(error, PeerLost):
                     found = _lost(pulse, rank, agreed.plan.mesh)
-                if isinstance(found, FxpipeError) and pulse.begun:
+                if isinstance(found, FxpipeError) and pulse.numbers[STEP]:
                     name_checkpoint(found, agreed.options, agreed.options.out)
             if found is not error:
                 raise found from error
@@ -146,22 +154,21 @@ def _lost(pulse: Pulse, rank: int, mesh: Mesh) -> WorkerLost:
     return without_error(process_name(others[0], mesh) if len(others) == 1 else "another worker", None, own.place)
 
 
-def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
+def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int, board: Board) -> Pulses:
     """Where the pulses of all processes can be read, this one's among them."""
-    options = agreed.options
-    if options.exchange is not None:  # the launcher watches
-        return PulseFile(Path(options.exchange) / PULSES, ranks)
-    with peers(rank):
-        store = StorePulses(default_store(), ranks)
-        store.put(rank, pulse.numbers)
-    pulse.after_beat.append(WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.mesh))
+    if isinstance(board, FolderBoard):  # the launcher watches
+        return PulseFile(board.path / PULSES, ranks)
+    pulses = PostedPulses(board, ranks)
+    with peers():
+        pulses.put(rank, pulse.numbers)
+    pulse.after_beat.append(WatchingWorker(pulses, pulse, rank, agreed.options, end_process, agreed.plan.mesh))
     pulse.begin()
-    return store
+    return pulses
 
 
 PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "log")
 """Options that may name different places on each machine: only whether they are given must be the same."""
-OWN = ("progress", "exchange", "plan_digest")
+OWN = ("progress", "board", "plan_digest")
 """Options that may differ between processes."""
 MOST_LINES = 12
 
@@ -204,30 +211,38 @@ class _Said:
     problem: FxpipeError | None = None
 
 
-def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: ExitStack) -> Agreed:
+def agree(
+    options: RunOptions,
+    task: Task | None,
+    rank: int,
+    world: int,
+    held: ExitStack,
+    problem: FxpipeError | None = None,
+) -> Agreed:
     """Check what this worker was given, and compare it with the others; called by all, in an open group.
 
     Args:
         task: the user's hooks; None takes those of the model file.
         held: holds the lock of the output folder, if this worker writes there and no launcher has the lock.
+        problem: why this worker refuses, whatever it is given.
 
     Raises:
         FxpipeError: this worker refuses, as `check_run`.
         PeerRefused: another worker refuses; the message names it.
         RunError: the workers were given different things; names the worker and all differences.
     """
-    files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
+    files, plan, facts, checkpoint = Snapshot({}), None, dict[str, str](), None
     try:
-        if rank == 0 and options.exchange is None:
+        if rank == 0 and options.board is None and problem is None:
             held.enter_context(writing(options.out))
     except FxpipeError as error:
         problem = error
+    host = socket.gethostname()
+    _refuse_with(gathered(_Said(host, problem=problem)), MESH, problem)  # before the others read anything
     newest = options.resume == NEWEST and options.weights is None and options.out is not None
     shelf = Shelf.of(str(options.out)) if newest else None
-    path = newest_of_all(shelf, rank, world, lambda own: gathered(own, rank, world))
+    path = newest_of_all(shelf, rank, world, gathered)
     try:
-        if problem is not None:
-            raise problem
         if path is not None:
             options = dataclasses.replace(options, resume=str(path), weights=str(path))
         options = resumed_options(options, options.out)
@@ -243,17 +258,14 @@ def agree(options: RunOptions, task: Task | None, rank: int, world: int, held: E
             facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
     except FxpipeError as error:
         problem = error
-    host = socket.gethostname()
     unsigned = checkpoint.files if checkpoint is not None and checkpoint.manifest is None else []
     identities = tuple((host, *(files.identities.get(file) or ())) for file in unsigned)
-    said = gathered(_Said(host, facts, identities, problem), rank, world)
-    if problem is not None:
-        raise problem
+    said = gathered(_Said(host, facts, identities, problem))
+    _refuse_with(said, MESH if plan is None else plan.mesh, problem)
     assert plan is not None
-    _refuse_with(said, plan.mesh)
     if any(other.checkpoint != said[0].checkpoint for other in said):
         digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
-        said = gathered(_Said(host, facts | digests), rank, world)
+        said = gathered(_Said(host, facts | digests))
     _refuse_differences(said, options, plan.mesh)
     assert task is not None
     return Agreed(options, plan, task, files, checkpoint, sum(other.host == host for other in said))
@@ -304,14 +316,15 @@ def _shown(value: Any) -> str:
 
 def _digest(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+        return digest(file)[:16]
     except OSError as error:
         return error.strerror or "not to be read"
 
 
-def _refuse_with(said: Sequence[_Said], mesh: Mesh) -> None:
-    """Refuse if another process refuses."""
+def _refuse_with(said: Sequence[_Said], mesh: Mesh, own: FxpipeError | None) -> None:
+    """Refuse for this process's own problem, or if another process refuses."""
+    if own is not None:
+        raise own
     for rank, other in enumerate(said):
         if (problem := other.problem) is not None:
             what = f"{process_name(rank, mesh)} on {other.host} refused to begin: {problem.what}"

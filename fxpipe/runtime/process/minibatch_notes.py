@@ -15,13 +15,16 @@ from fxpipe.device_copies import ToCpu
 from fxpipe.errors import BatchError, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
+from fxpipe.policy.demand import Demand
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.row import Limit
 from fxpipe.runtime.wires.addresses import CALL, LOSS, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.observer import Observer
+from fxpipe.runtime.worker.state_of_hooks import StateOfHooks
 from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.metrics import named_numbers
@@ -35,7 +38,17 @@ MOST = 256
 
 def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
     """Whether batches of a run may have several shapes: then worker 0 reads ahead, and sends the shapes."""
-    return bool(plan.shapes) or bool(options.new_shapes)
+    return len(plan.steps) > 1 or bool(options.new_shapes)
+
+
+def ahead(demand: Demand, shapes: bool) -> int:
+    """How many minibatches after the one that it begins a worker may already expect something of: weights, or shapes.
+
+    Args:
+        shapes: batches have several shapes, so worker 0 reads ahead.
+    """
+    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # readers of expected weights
+    return reach + 1 + (AHEAD if shapes else 0)
 
 
 REFUSED = "a batch that was refused"
@@ -107,7 +120,7 @@ class ComingShapes(Calls, Observer):
     worker before it, so no worker waits for a shape that is not yet sent.
 
     Args:
-        total: returns how many minibatches the run has; may become fewer, on all workers at the same version.
+        limit: of the rows, whose end may come nearer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
         prepare: called with each shape before this process uses it.
     """
@@ -116,12 +129,12 @@ class ComingShapes(Calls, Observer):
         self,
         line: ProcessLine,
         executors: Sequence[Executor],
-        total: Callable[[], int],
+        limit: Limit,
         read: Callable[[int], int] | None,
         prepare: Callable[[int], None],
     ) -> None:
         super().__init__(line, executors)
-        self._executors, self._total, self._read, self._prepare = executors, total, read, prepare
+        self._executors, self._limit, self._read, self._prepare = executors, limit, read, prepare
         self._shapes: dict[int, int] = {}
 
     def __call__(self, minibatch: int) -> int:
@@ -135,7 +148,8 @@ class ComingShapes(Calls, Observer):
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run: learn another shape, and forget those no longer needed."""
-        while self._next < min(minibatch + AHEAD + 1, self._total()):
+        assert self._limit.end is not None
+        while self._next < min(minibatch + AHEAD + 1, self._limit.end):
             shape = self.make("step", None if self._read is None else self._read(self._next))
             self._prepare(shape)
             self._shapes[self._next] = shape
@@ -150,13 +164,22 @@ class BatchesRead:
 
     Args:
         due: whether a checkpoint follows this many minibatches; known before the next one is read.
+        hooks: follows what reading batches changes; None if the step reads nothing that hooks reach.
 
     Attributes:
         ahead: `read` reads minibatches before they are due.
     """
 
-    def __init__(self, feed: Feed, minibatches: ShapedMinibatches, watch: Watch, ahead: bool, due: Due) -> None:
-        self.ahead, self._due = ahead, due
+    def __init__(
+        self,
+        feed: Feed,
+        minibatches: ShapedMinibatches,
+        watch: Watch,
+        ahead: bool,
+        due: Due,
+        hooks: StateOfHooks | None = None,
+    ) -> None:
+        self.ahead, self._due, self._hooks = ahead, due, hooks
         self._feed, self._minibatches, self._watch = feed, minibatches, watch
         self._read: deque[list[tuple[Any, ...]]] = deque()
 
@@ -173,7 +196,13 @@ class BatchesRead:
         return shape
 
     def _next(self, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
-        return self._minibatches(self._feed.next_batch(self._due(minibatch)), minibatch)
+        due, hooks = self._due(minibatch), self._hooks
+        if hooks is not None:
+            hooks.reads(minibatch, due)
+        batch = self._feed.next_batch(due)
+        if hooks is not None:
+            hooks.has_read(minibatch)
+        return self._minibatches(batch, minibatch)
 
 
 class StepLoss:

@@ -5,7 +5,9 @@ lost. Under torchrun, process 0 does it (`begin_again`).
     launcher:  their speeds │ compile the new cuts │ ask    │ start them
 
 A move is what a user could do by hand: stop with a checkpoint, compile for the speeds, resume. So its numbers are those
-of that, and whatever ends a run during a move leaves one that resumes. Imports no torch before the first move.
+of that, and whatever ends a run during a move leaves one that resumes. What a move itself cannot do ends no run: the
+workers end only after the checkpoint is whole, and go back to the cuts before until each has made some steps under the
+new ones. Imports no torch before the first move.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, permutations
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import BuildError, CheckpointError, FxpipeError, RunError, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
+from fxpipe.observe.run_json import MoveJson
 from fxpipe.plan.build_folder import COSTS, model_path, read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
@@ -34,7 +36,7 @@ from fxpipe.runtime.process.measured_links import MeasuredLinks, replaced
 from fxpipe.runtime.process.measured_speeds import Window, Windows, promised
 from fxpipe.runtime.process.new_build import REBALANCED, NewBuild
 from fxpipe.runtime.process.resume import newest_options, step_before
-from fxpipe.runtime.wires.run_folder import ASKED, MOVE, TIMES
+from fxpipe.runtime.wires.board import ASKED, MOVE, TIMES, Board
 
 GAIN = 0.1
 """The least share of a step's time that a move must save."""
@@ -44,6 +46,9 @@ WINDOWS = 2
 
 GONE_BACK = "so the run goes on under the cuts before, and makes no other moves"
 """What is said where workers could not begin under new cuts."""
+
+ROOM = 5
+"""How many times the size of the weights must be free: for a checkpoint with optimizers, final weights and averages."""
 
 ALIKE = 0.1
 """Speeds for which cuts were compiled are tried again when one of them has changed by this share."""
@@ -62,10 +67,7 @@ class Moves:
         options, plan: of the run as it is now.
         since: when the time of the last move, or of the start, began, by `time.monotonic`.
         asked: the workers were asked to save the run and end, for a move.
-        rows: `{"step", "because", "speeds", "before", "after", "gain", "seconds"}` for each move: after which step, and
-            why, with the links that are other than at the compile; speeds by rank, as shares of what the build's costs
-            promise, empty if a worker was lost; units of each worker; the share of a step's time that the forecast
-            saves; how long nothing was trained.
+        rows: of all moves.
 
     Raises:
         RunError: the options ask for what cannot be done.
@@ -78,17 +80,17 @@ class Moves:
         if options.rebalance and options.checkpoint_every is None:
             options = dataclasses.replace(options, checkpoint_every="asked")
         self.asked = False
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[MoveJson] = []
         self._built, self._first, self._first_costs = options.build, plan, costs or BuildCosts()
         self._total = sum(promised(plan, self._first_costs))
         self._take(options)
-        self._before = options
         self._base = self._links = self._first_costs.links  # of these processes: at the first compile, at the last try
         self._seen = 0  # windows in a row in which a move might pay
         self._tried: tuple[float, ...] = ()  # the speeds for which cuts were compiled last
         self._window: Window | None = None
         self._compile: NewBuild | None = None
         self._gain = 0.0
+        self._before: RunOptions | None = None  # of the run before the newest move, until that has worked
         self.since = time.monotonic()
         self._start: float | None = None  # seconds until all workers train
 
@@ -98,15 +100,10 @@ class Moves:
         work = promised(plan, self._costs)
         self._work = tuple(one * self._total / sum(work) for one in work) if sum(work) else work
 
-    def begin(self, read: Callable[[str], str | None], write: Callable[[str, str], None], guardian: Guardian) -> None:
-        """The workers are being started.
-
-        Args:
-            read, write: a text by name, which all of them can read and write.
-            guardian: of what is started for them.
-        """
+    def begin(self, board: Board, guardian: Guardian) -> None:
+        """The workers are being started; `board` is theirs, and `guardian` that of what is started for them."""
         self.end()
-        self._read, self._write, self._guardian = read, write, guardian
+        self._board, self._guardian = board, guardian
         self._windows, self._times = Windows(self.plan.ranks), MeasuredLinks(self._base)
         self._seen, self._start = 0, None
         if not self.rows or self.rows[-1]["seconds"] is not None:  # else the time of a move goes on
@@ -120,14 +117,29 @@ class Moves:
                 self._start = time.monotonic() - self.since
                 if self.rows and self.rows[-1]["seconds"] is None:
                     self.rows[-1]["seconds"] = self._start
-                    self.forget(self._before.build)
             return
-        if not self.asked and self.options.rebalance:
-            try:
+        if self._before is not None and min(one.step for one in signs) > self.rows[-1]["step"] + self.plan.ranks:
+            self.settle()
+        if not self.options.rebalance:
+            return
+        try:
+            if not self.asked:
                 self._look(signs)
-            except OSError as error:
-                warn(f"other cuts are no longer looked for: {error.strerror or error}")
-                self.options = dataclasses.replace(self.options, rebalance=False)
+            elif self._board.get(ASKED) is None:
+                warn("the move cannot be made, and training goes on")
+                self.asked = False
+                self._stay()
+        except Exception as error:  # no optimisation is worth a run
+            warn(f"other cuts are no longer looked for: {first_line(error)}")
+            self.options = dataclasses.replace(self.options, rebalance=False)
+            if not self.asked:
+                self.end()
+
+    def settle(self) -> None:
+        """The newest move has worked, so no way back is needed."""
+        if self._before is not None:
+            self.forget(self._before.build)
+            self._before = None
 
     def end(self) -> None:
         """Give up a compile that has begun."""
@@ -136,15 +148,29 @@ class Moves:
             self._compile = None
 
     def moved(self) -> RunOptions:
-        """The workers have saved the run and ended: the options with which they begin again, under the new cuts.
+        """The workers have saved the run and ended: the options with which they begin again, under the new cuts; or
+        under the cuts before, if the new build cannot be read.
 
         Raises:
             CheckpointError: no checkpoint is left.
         """
+        before = self.options
+        try:
+            return self.move()
+        except FxpipeError as error:
+            return self._go_back(error, before)
+
+    def move(self) -> RunOptions:
+        """The options with which the saved run begins again under the new cuts.
+
+        Raises:
+            FxpipeError: it cannot.
+        """
         assert self._compile is not None
-        build, self._compile = self._compile, None
         because = "; ".join((f"speeds {numbers(self._tried)}", *self._slower()))
-        return self._go_on(build, because, self._tried, self._gain)
+        options = self._go_on(self._compile, because, self._tried, self._gain)
+        self._compile = None
+        return options
 
     def back(self, error: FxpipeError) -> RunOptions | None:
         """The workers could not begin under the new cuts: the options with which they go on under the earlier ones.
@@ -152,12 +178,17 @@ class Moves:
         Returns:
             None if this is not why the run has ended.
         """
-        if not self.rows or self.rows[-1]["seconds"] is not None or self.rows[-1]["gain"] is None:
+        if self._before is None or self.rows[-1]["gain"] is None:
             return None
-        warn(f"{error}\n  {GONE_BACK}")
         self.forget(self.options.build)
         self.rows.pop()
-        self._take(newest_options(dataclasses.replace(self._before, rebalance=False), self._before.out))
+        return self._go_back(error, self._before)
+
+    def _go_back(self, error: FxpipeError, before: RunOptions) -> RunOptions:
+        warn(f"{error}\n  {GONE_BACK}")
+        self.end()
+        self._before = None
+        self._take(newest_options(dataclasses.replace(before, rebalance=False), before.out))
         return self.options
 
     def without_one(self, error: FxpipeError, furthest: int, requests: StopRequests) -> RunOptions:
@@ -186,8 +217,7 @@ class Moves:
             build = self._new_build(ranks - 1, (), self._links, guardian)
             try:
                 while not build.ended():
-                    if requests.asked:
-                        requests.give_up()
+                    requests.give_up_if_asked()
                     time.sleep(GLANCE)
                 self._check(build)
             except BaseException as failed:
@@ -211,7 +241,7 @@ class Moves:
             return
         ranks = self.plan.ranks
         for rank in range(ranks):
-            self._times.add(rank, self._read(TIMES.format(rank)))
+            self._times.add(rank, self._board.get(TIMES.format(rank)))
         if (window := self._windows.add(signs)) is None:
             return
         links, slower = replaced(self._links, self._base, ranks, self._times.measured())
@@ -256,14 +286,19 @@ class Moves:
             self._gain = 1 - seconds(plan, costs) / seconds(self.plan, self._costs)
         except FxpipeError as error:
             warn(f"no other cuts could be compiled, and training goes on: {first_line(error)}")
-            self._stay(build)
+            self._stay()
             return
         if self._gain < GAIN or not self._pays(self._gain, window):
             say(f"other cuts would save {max(self._gain, 0.0):.0%} of a step's time, too little for a move")
-            self._stay(build)
+            self._stay()
             return
+        weights = build.folder / plan.weights_file
+        if weights.is_file() and shutil.disk_usage(build.folder).free < ROOM * weights.stat().st_size:
+            say("a move would pay, but its checkpoint could take the room of the final weights: no move is made")
+            self._stay()
+            return
+        self._board.set(ASKED, f"{MOVE} {build.folder.name}", patient=False)
         self.asked, self.since = True, time.monotonic()
-        self._write(ASKED, f"{MOVE} {build.folder.name}")
 
     def _check(self, build: NewBuild) -> Plan:
         """The plan of a compile that has ended.
@@ -285,9 +320,8 @@ class Moves:
         speeds = tuple(speed * scale for speed in self._tried)
         return dataclasses.replace(costs, times=times, speeds=speeds, links=self._links)
 
-    def _stay(self, build: NewBuild) -> None:
-        build.give_up()
-        self._compile = None
+    def _stay(self) -> None:
+        self.end()
         self._windows.clear()
         self._times.clear()
 
@@ -303,17 +337,19 @@ class Moves:
         )
         if options.resume is None:
             raise CheckpointError("the run was to go on under other cuts, but no checkpoint could be written")
-        row = {"step": step_before(options), "because": because, "speeds": list(speeds)}
+        row: MoveJson = {"step": step_before(options), "because": because, "speeds": list(speeds)}
         row |= {"before": units_of(before), "after": units_of(plan), "gain": gain, "seconds": None}
+        build.use()
         self.rows.append(row)
         say(move_text(row))
         self._before = self.options
         self._take(options)
         return options
 
-    def go_on(self, options: RunOptions, before: str | None, rows: list[dict[str, Any]], since: float) -> None:
+    def go_on(self, options: RunOptions, before: str | None, rows: list[MoveJson], since: float) -> None:
         """The run goes on with these options after these moves; before the last one it had this build."""
-        self._before = dataclasses.replace(options, build=before or options.build)
+        if before is not None:
+            self._before = dataclasses.replace(options, build=before)
         self._take(options)
         self.rows, self.since = rows, since
         if rows:
@@ -325,15 +361,26 @@ class Moves:
             shutil.rmtree(build, ignore_errors=True)
 
 
-def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
-    """Refuse what cannot be moved.
+def check_moves(options: RunOptions) -> None:
+    """Refuse options that ask for moves and exclude them.
 
     Raises:
         RunError: says what, and what to do.
     """
     asked = "--rebalance" if options.rebalance else "--on-loss replan"
-    if options.out is None:
+    if options.out is None and (options.rebalance or options.on_loss == REPLAN):
         raise RunError(f"{asked} writes builds and checkpoints, and the run has no output folder", hint="give out")
+    if options.on_loss == REPLAN and options.checkpoint_every is None:
+        raise RunError(
+            "--on-loss replan goes on from a checkpoint, and the run saves none",
+            hint="--checkpoint-every N, or a time",
+        )
+
+
+def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
+    """The same for what cannot be moved."""
+    asked = "--rebalance" if options.rebalance else "--on-loss replan"
+    check_moves(options)
     if model_path(plan, options.build, options.model_file) is None:
         raise RunError(
             f"{asked} compiles again, and the build was made from Python objects",
@@ -349,11 +396,6 @@ def _check(options: RunOptions, plan: Plan, costs: BuildCosts | None) -> None:
             f"--rebalance compares times with the build's costs, and it has no {COSTS}",
             where=options.build,
             hint="compile again",
-        )
-    if options.on_loss == REPLAN and options.checkpoint_every is None:
-        raise RunError(
-            "--on-loss replan goes on from a checkpoint, and the run saves none",
-            hint="--checkpoint-every N, or a time",
         )
 
 
@@ -372,7 +414,7 @@ def units_of(plan: Plan) -> str:
     return counts[0] if counts[0] == counts[1] else f"F {counts[0]} B {counts[1]}"
 
 
-def move_text(row: Mapping[str, Any]) -> str:
+def move_text(row: MoveJson) -> str:
     """A move, in a sentence."""
     gain = "" if row["gain"] is None else f"; by the forecast {row['gain']:.0%} of a step's time is saved"
     return f"units move after step {row['step']} ({row['because']}): {row['before']} become {row['after']}{gain}"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fxpipe.errors import RunError
+from fxpipe.files import remove_abandoned
 from fxpipe.plan.build_folder import ENGINES, PLAN, model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -29,6 +30,20 @@ REBALANCED = "rebalanced"
 
 _KEPT = (PLAN, "node_costs.json")
 """What a compile takes over from the build that it replaces: nodes that were measured are not measured again."""
+
+
+_LINKS, _SAID = ".toml", ".txt"
+"""Endings of files next to a build while it is not used: the links to compile for, and what the compile says."""
+
+
+def remove_unfinished(out: str) -> None:
+    """Remove the builds that a killed run had begun to make and did not use."""
+    parent = Path(out) / REBALANCED
+    remove_abandoned(parent)
+    for path in [*parent.glob(f"*{_LINKS}"), *parent.glob(f"*{_SAID}")]:
+        shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 class NewBuild:
@@ -55,8 +70,16 @@ class NewBuild:
         guardian: Guardian,
     ) -> None:
         self.folder = _free(Path(str(options.out)) / REBALANCED)
+        self._links, self._said = (self.folder.with_suffix(ending) for ending in (_LINKS, _SAID))
+        try:
+            self._begin(options, plan, costs, workers, speeds)
+        except BaseException:
+            self._remove()
+            raise
+        guardian.guard(self._process.pid)
+
+    def _begin(self, options: RunOptions, plan: Plan, costs: BuildCosts, workers: int, speeds: Sequence[float]) -> None:
         _take_over(Path(options.build), self.folder)
-        self._links, self._said = (self.folder.with_suffix(ending) for ending in (".toml", ".txt"))
         self._links.write_text(links_toml(costs.links))
         model = model_path(plan, options.build, options.model_file)
         command = [
@@ -77,7 +100,6 @@ class NewBuild:
                 stderr=said,
                 start_new_session=True,
             )
-        guardian.guard(self._process.pid)
 
     def ended(self) -> bool:
         """Whether it has."""
@@ -90,12 +112,16 @@ class NewBuild:
             RunError: says why.
         """
         lines = self._said.read_text(errors="replace").splitlines()
-        for file in (self._links, self._said):
-            file.unlink()
         if self._process.returncode == 0:
             return
         why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
         raise RunError(why or (lines or ["the compile ended without a word"])[-1], where=str(self.folder))
+
+    def use(self) -> None:
+        """The run goes on with it."""
+        for file in (self._links, self._said):
+            with suppress(OSError):
+                file.unlink()
 
     def give_up(self) -> None:
         """End it, and remove what it has made."""
@@ -103,8 +129,10 @@ class NewBuild:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for file in (self._links, self._said):
-            file.unlink(missing_ok=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        self.use()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -143,9 +171,9 @@ def _as_before(plan: Plan, costs: BuildCosts) -> list[str]:
     if plan.padding:
         found += ["--pad-to", str(plan.padding[0].multiple)]
     if plan.microbatches > 1:
-        dims = {leaf.name: leaf.dim for leaf in plan.given if leaf.tensor}
+        dims = {leaf.name: leaf.dim for leaf in plan.step.given if leaf.tensor}
         found += ["--microbatch-dims", ",".join(f"{name}={'none' if d is None else d}" for name, d in dims.items())]
-    for leaf in plan.given:
+    for leaf in plan.step.given:
         found += ["--constant-batch", leaf.name] if leaf.tensor is None and leaf.read else []
     for name, value in plan.captured.given.items():
         found += ["--set", f"{name}={value}"]

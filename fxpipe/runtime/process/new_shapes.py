@@ -4,19 +4,20 @@
     worker k:                    computes on, then waits            reads its texts ◄─────┘
 
 The number goes from worker to worker like any shape's (`ComingShapes`, `Calls`), before any worker posts a receive for
-a minibatch of this shape. A worker that receives an unknown number finds the texts in the exchange.
+a minibatch of this shape. A worker that receives an unknown number finds the texts on the board.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import safetensors.torch
 import torch
@@ -31,7 +32,7 @@ from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.minibatch_notes import several_shapes
-from fxpipe.runtime.wires.exchange import Exchange
+from fxpipe.runtime.wires.board import Board
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.assembly import on_engines
 from fxpipe.runtime.worker.executor import Executor
@@ -43,9 +44,6 @@ from fxpipe.typed_json import convert
 
 MOST = 8
 """How many shapes may be made by default."""
-
-LOOK = 0.01
-"""Seconds between two looks for a text that is on its way."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class NewShapes:
     Args:
         folder: of the build.
         hooks: on worker 0, what a step is captured from; None without a model or a loss.
-        exchange: with the processes of the other workers; None if there are none.
+        board: of the processes of all workers.
         pulse: shows what worker 0 does.
 
     Attributes:
@@ -105,14 +103,14 @@ class NewShapes:
         hooks: StepHooks | None,
         options: PipelineOptions,
         device: torch.device,
-        exchange: Exchange | None,
+        board: Board,
         pulse: Pulse,
     ) -> None:
         self.plan = plan
         self._digest = plan.digest
         self._folder, self._hooks, self._options = Path(folder), hooks, options
         self._most = MOST if options.new_shapes is None else options.new_shapes
-        self._device, self._exchange, self._pulse = device, exchange, pulse
+        self._device, self._board, self._pulse = device, board, pulse
         self._constants: dict[str, Tensor] = {}
         self._made: list[tuple[Plan, dict[int, ShapeOfWorker]]] = []
         self._executors: Sequence[Executor] = ()
@@ -124,9 +122,10 @@ class NewShapes:
         Args:
             minibatches: on worker 0.
         """
-        self._executors, self._minibatches = executors, minibatches
+        self._executors = executors
         if minibatches is not None:
             minibatches.make = self._make
+            self._minibatches = cast(ShapedMinibatches, weakref.proxy(minibatches))  # no cycle holds the workers
         for plan, parts in self._made:
             self._add(plan, parts)
 
@@ -136,13 +135,11 @@ class NewShapes:
         Raises:
             FxpipeError: the stage cannot be loaded here.
         """
-        while shape > len(self.plan.shapes):
-            assert self._exchange is not None
-            number, own = len(self.plan.shapes) + 1, [executor.worker for executor in self._executors]
+        while shape >= len(self.plan.steps):
+            number, own = len(self.plan.steps), [executor.worker for executor in self._executors]
             keys = [_key(number, "plan"), *(_key(number, worker) for worker in own)]
-            with peers(own[0]):
-                while (texts := self._exchange.get(keys)) is None:
-                    time.sleep(LOOK)
+            with peers():
+                texts = self._board.wait(keys)
             plan = plan_of_text(texts[0])
             parts = (ShapeOfWorker.of_text(text) for text in texts[1:])
             self._take(plan, dict(zip(own, parts, strict=True)))
@@ -183,7 +180,7 @@ class NewShapes:
 
     def _check_divisible(self, batch: Batch, refusal: BatchError) -> None:
         """Refuse a batch that cannot be divided into the microbatches: no stages help it."""
-        dims = {leaf.name: leaf.dim for leaf in self.plan.given if leaf.tensor}
+        dims = {leaf.name: leaf.dim for leaf in self.plan.step.given if leaf.tensor}
         try:
             batch.check_divisible(self.plan.microbatches, dims, samples_of(self.plan))
         except BatchError as error:
@@ -216,22 +213,22 @@ class NewShapes:
 
     def _give(self, plan: Plan, files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
         """Add the newest shape of a plan here, and send it to the other workers."""
-        of_shape, number = plan.of_shapes[-1], len(plan.shapes)
+        of_shape, number = plan.of_shapes[-1], len(plan.steps) - 1
         parts = {}
         for stage, worker in zip(of_shape.stages, range(plan.workers), strict=True):
             own = [stage.file]
-            if worker == 0 and of_shape.totals is not None:
-                own += [share.file for share in of_shape.totals.stages]
+            if worker == 0 and of_shape.step.totals is not None:
+                own += [share.file for share in of_shape.step.totals.stages]
             read = [b.name for b in plan.buffers if worker in self._new_readers(b)]
             parts[worker] = ShapeOfWorker({f: files[f] for f in own}, {name: tensors[name] for name in read})
         before = {b.name for b in self.plan.buffers}
         self._constants |= {b.name: tensors[b.name] for b in plan.buffers if b.name not in before}
         self._take(plan, parts)
-        if self._exchange is not None:
-            with peers(0):
-                for worker, part in parts.items():
-                    self._exchange.set(_key(number, worker), part.to_text())
-                self._exchange.set(_key(number, "plan"), plan.to_json())
+        if others := parts.keys() - {executor.worker for executor in self._executors}:
+            with peers():
+                for worker in others:
+                    self._board.set(_key(number, worker), parts[worker].to_text())
+                self._board.set(_key(number, "plan"), plan.to_json())
 
     def _take(self, plan: Plan, parts: dict[int, ShapeOfWorker]) -> None:
         self._add(plan, parts)

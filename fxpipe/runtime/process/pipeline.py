@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,30 +14,34 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard, replicas_that_write
 from fxpipe.checkpoint.starting_weights import Checkpoint
-from fxpipe.errors import BatchError, FxpipeError, RunError
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.options import taken
 from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
+from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, Calls, StepLoss
+from fxpipe.runtime.process.fed_rows import FedRows
+from fxpipe.runtime.process.job import Job
+from fxpipe.runtime.process.loop_calls import LoopCalls
+from fxpipe.runtime.process.loop_checkpoint import open_checkpoint, write_together
+from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
-from fxpipe.runtime.process.readings import Readings, open_checkpoint, write_together
-from fxpipe.runtime.process.resume import Resumed, opened, recipe_of
-from fxpipe.runtime.process.rows import FedRows, open_evaluation, open_rows
+from fxpipe.runtime.process.resume import Resumed, opened
 from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import World
-from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.exchange import agree_on, barrier, gathered
+from fxpipe.runtime.wires.exchange import agreeing, barrier, gathered
 from fxpipe.runtime.worker.evaluation import EvaluationData
-from fxpipe.runtime.worker.feed import in_steps
-from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.model_file import Task
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.final_weights import averages_of, copies
+from fxpipe.runtime.worker.staleness import StalenessLog
 
 LOOP = "code between the steps"
 
 
-class Pipeline(Readings):
+class Pipeline:
     """Trains a build call by call.
 
         with fxpipe.join("build/", optimizer=make_optimizer) as pipeline:  # or fxpipe.load("build/").local(...)
@@ -54,75 +59,63 @@ class Pipeline(Readings):
     a process computes nothing; others go on as far as they can without it. The process's own random state does not
     change.
 
+    It is freed, with its workers, when nothing refers to it.
+
     Args:
-        folder: of the build.
-        task: its `optimizer` is called once for each worker that trains.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
-        out: the folder for checkpoints, if the options ask for some.
         held: closed with the pipeline.
 
     Attributes:
+        job: the build, the options, where the workers are.
         temporary: the build's temporary folder, deleted with the pipeline; None if the folder is the user's.
 
     Raises:
-        BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `recipe_of`.
+        FxpipeError: as `FedRows`.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        plan: Plan,
-        task: Task,
-        options: PipelineOptions,
-        world: World,
-        checkpoint: Checkpoint | None,
-        out: str | None = None,
-        held: ExitStack | None = None,
-    ) -> None:
-        self.folder, self.plan, self.world = Path(folder), plan, world
-        self.options = options = in_steps(options)
-        self.recipe = recipe_of(plan, options)
-        self.device = world.device
-        self._task, self._out, self._held = task, out, held or ExitStack()
+    def __init__(self, job: Job[PipelineOptions], checkpoint: Checkpoint | None, held: ExitStack) -> None:
+        self.job, self._held = job, held
+        plan, options, world = job.plan, job.options, job.world
+        world.open(job.addresses)
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._addresses = Addresses(plan, self.recipe.demand)
-        world.open(self._addresses)
-        self._new = NewShapes(folder, plan, task.step_hooks, options, self.device, world.exchange, world.pulse)
-        self._closed = self._inside = self._broken = False
-        world.pulse.after_beat.insert(0, self._beat)
-        self._given: Iterable[Any] = ()
-        self._set_up(checkpoint, opened(options, self.recipe, plan, checkpoint))
-        self._before = compare_clocks(options.trace, self.rank, plan.processes)
+        self._new = NewShapes(job.folder, plan, job.task.step_hooks, options, world.device, world.board, world.pulse)
+        self._free = weakref.finalize(self, _free, world)  # no row and no thread may refer to the pipeline
+        self._calls = LoopCalls(world.pulse)
+        self._given: list[Iterable[Any]] = []
+        self._set_up(checkpoint, opened(options, job.recipe, plan, checkpoint))
+        self._before = compare_clocks(options.trace)
 
     def _set_up(
         self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[list[Shard]] | None = None
     ) -> None:
-        """Open the workers here, from a checkpoint if there is one; return their shards, if they were read."""
-        plan, world, options = self.plan, self.world, self.options
-        world.clear()
-        step = 0 if resumed is None else resumed.step
-        rows = open_rows(
-            *(world, plan, str(self.folder), self.recipe, self._addresses, self._task, options, step, checkpoint),
-            keep_gradients=world.alone and self.recipe.schedule.synchronous,
-        )
-        self._rows = FedRows(rows, world, plan, self.recipe, options, self._out, resumed, shards)
+        """Open the workers here, from a checkpoint if there is one, whose shards may have been read."""
+        job = self.job
+        job.world.clear()
+        self._rows = FedRows(job, checkpoint, resumed, shards)
         self._evaluation: DistributedEvaluation | None = None
-        self._newest: StepLoss | None = None
-        self._minibatches: ShapedMinibatches | None = None
-        if rows[0].rank == 0:
-            self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, self._task.loss_weight)
+        self._minibatches = self._rows.rows.minibatches()
         self._new.attach(self.every, self._minibatches)
-        self._calls = Calls(world.line, self.executors)
-        for executor in self.every if options.trace is not None else ():
+        self._calls.compare(job.world.line, self.executors)
+        for executor in self.every if job.options.trace is not None else ():
             executor.watch.record()
             executor.watch.begin()
-        self._trains = WhatTrains(plan, self._task, self.every)
+        self._trains = WhatTrains(job.plan, job.task, self.every)
         self._watched()
 
     @property
     def rank(self) -> int:
         """Which of the processes this is."""
-        return self.world.here[0]
+        return self.job.process
+
+    @property
+    def plan(self) -> Plan:
+        """Of the build."""
+        return self.job.plan
+
+    @property
+    def recipe(self) -> Recipe:
+        """Its schedule and its policy."""
+        return self.job.recipe
 
     @property
     def reads(self) -> bool:
@@ -130,9 +123,39 @@ class Pipeline(Readings):
         return self._minibatches is not None
 
     @property
+    def fed(self) -> int:
+        """How many minibatches it has had, including those before the checkpoint that it goes on from."""
+        return self._rows.fed
+
+    @property
+    def executors(self) -> list[Executor]:
+        """Of the workers here, in rising order; only the first replica here of each."""
+        return self._rows.rows.executors
+
+    @property
+    def every(self) -> list[Executor]:
+        """The executors of all replicas here."""
+        return self._rows.rows.every
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The checkpoint that it went on from; None if it began anew."""
+        return self._rows.rows.resumed
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """What saves it as the options ask; None if they ask for no checkpoints."""
+        return self._rows.checkpoints
+
+    @property
+    def edited(self) -> list[Path]:
+        """Stage files of the workers here that were changed since they were emitted."""
+        return [stage.path for e in self.executors for stage in e.stages if stage.edited]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """What `loss(model, batch)` returned next to the loss of the newest minibatch; empty before the first."""
-        return {} if self._newest is None else self._newest.metrics
+        return {} if self._rows.newest is None else self._rows.newest.metrics
 
     def step(self, batch: Any = None) -> Tensor | StepLoss:
         """Feed one minibatch, and run the workers here as far as they can go with it.
@@ -153,20 +176,20 @@ class Pipeline(Readings):
             TaskError: parameters were frozen or thawed.
         """
         self._trains.check(LOOP)
-        with self._call():
+        with self._calls.call():
             shape: int | None = None
             parts: list[tuple[Any, ...]] = []
             if self._minibatches is not None:
                 try:
                     shape, parts = self._minibatches(batch, self.fed)
                 except FxpipeError:
-                    self._announce(REFUSED)
+                    self._calls.announce(REFUSED)
                     raise
-            shape = self._announce("step", shape)
-            with self._working():
+            shape = self._calls.announce("step", shape)
+            with self._calls.working():
                 self._new.prepare(shape)
-                loss = self._newest = self._rows.step(shape, parts)
-            if not self.world.alone:
+                loss = self._rows.step(shape, parts)
+            if not self.job.world.alone:
                 return loss
             assert self._rows.losses.newest is not None
             return self._rows.losses.newest
@@ -176,12 +199,20 @@ class Pipeline(Readings):
 
         Replicas that train separately then make an outer step of what they have trained since the last one.
         """
-        with self._call("flush"):
+        with self._calls.call("flush"):
             self._flush()
 
     def run(self, batches: Iterable[Any]) -> list[float]:
-        """Run a step for every batch, then a flush; return the losses."""
-        losses = [self.step(batch) for batch in batches]
+        """Run a step for every batch, then a flush; return the losses.
+
+        Raises:
+            RunError: these are no batches; or as `step`.
+        """
+        try:
+            each = iter(batches)
+        except TypeError as error:
+            raise RunError(f"run() trains on batches: {error}", hint="run(data), or run(list(data)[:5])") from error
+        losses = [self.step(batch) for batch in each]
         self.flush()
         return [float(loss) for loss in losses]
 
@@ -201,19 +232,16 @@ class Pipeline(Readings):
         """
         self._settled("evaluate")
         check_evaluation(self.plan, "evaluate()")
-        with self._call("evaluate"), self._working():
+        with self._calls.call("evaluate"), self._calls.working():
             if self._evaluation is None:
-                data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task)
-                folder, seed = str(self.folder), self.options.seed
-                self._evaluation = open_evaluation(
-                    self.world, self.plan, folder, self._addresses, self._rows.rows, seed, data
-                )
+                data = EvaluationData(self.plan, self._given.pop, self.job.options.seed, self.job.task)
+                self._evaluation = self._rows.rows.evaluation(data)
                 self._watched()
-            self._given = batches
-            self.world.pulse.phase = "evaluating"
+            self._given[:] = [batches]
+            self.job.world.pulse.phase = "evaluating"
             self._evaluation.run([executor.state(self.fed) for executor in self.executors])
-            self.world.pulse.phase = "training"
-            self._given = ()
+            self.job.world.pulse.phase = "training"
+            self._given.clear()
             for executor in self.every:
                 executor.store.updater.evaluated(self.fed, self._evaluation.newest)
             return dict(self._evaluation.newest)
@@ -222,19 +250,26 @@ class Pipeline(Readings):
         """Finish what is in flight, and make a checkpoint: weights, optimizers, schedulers, generators' seeds.
 
         Its files are those that `fxpipe run --checkpoint-every` writes; transformers can read the model's files.
-        An earlier folder is replaced once the new one is whole. Then all processes return, and all see the folder.
+        An earlier checkpoint is replaced once the new one is whole. Then all processes return, and all see the folder.
 
         Raises:
-            BuildError, CheckpointError: the checkpoint cannot be written.
+            BuildError, CheckpointError: the checkpoint cannot be written; or the folder holds other files.
         """
-        with self._call("save"):
+        folder = Path(taken("folder", folder, str))
+        with self._calls.call("save"):
             self._flush()
-            self._rows.forget_checkpoint()
+            self._rows.rows.forget_checkpoint()
             writers = [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
-            with self._working():
-                error = write_together(Path(folder), self.plan, self.recipe, self.options, writers, self.fed, self.rank)
-            if error is not None:
-                raise error
+            failure: FxpipeError | None = None
+            with self._calls.working():
+                try:
+                    write_together(folder, self.job, writers, self.fed)
+                except PeerLost:
+                    raise
+                except FxpipeError as error:  # all may go on
+                    failure = error
+            if failure is not None:
+                raise failure
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint: of `save`, or of a run. This pipeline keeps its schedule, policy and so on.
@@ -243,19 +278,16 @@ class Pipeline(Readings):
             RunError: minibatches are in flight.
             BuildError, CheckpointError: it is no checkpoint, or does not fit the build.
         """
+        folder = taken("folder", folder, str)
         self._settled("load")
         self._trains.check(LOOP)
-        with self._call("load"):
+        with self._calls.call("load"):
             self._flush()
-            error: FxpipeError | None = None
-            try:
-                checkpoint, resumed = open_checkpoint(folder, self.plan, self.recipe, self.options)
+            with agreeing():
+                checkpoint, resumed = open_checkpoint(folder, self.job)
                 shards = [resumed.shards(executor.worker, executor.replica) for executor in self.every]
-            except FxpipeError as met:
-                error = met
-            agree_on(error, self.rank, self.plan.processes)
-            with self._working():
-                self._rows.finish()
+            with self._calls.working():
+                self._rows.rows.finish()
                 if self.checkpoints is not None:
                     self.checkpoints.finish()
                 self._set_up(checkpoint, resumed, shards)
@@ -265,21 +297,22 @@ class Pipeline(Readings):
 
         The pipeline cannot train after that. A `with` that ends without an error calls this.
         """
-        if self._closed:
+        if self._calls.state == "closed":
             return
         try:
-            with self._call("close"):
+            with self._calls.call("close"):
                 self._flush()
                 if self.checkpoints is not None:
                     self.checkpoints.finish()
-                self._rows.finish()
+                self._rows.rows.finish()
                 self._write_trace()
-                barrier(self.rank)  # a process that leaves breaks the connections of those that have not arrived here
-                self.world.end()
+                barrier()  # a process that leaves breaks the connections of those that have not arrived here
+                self.job.world.end()
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
-        self._closed = True
+        self._calls.state = "closed"
+        self._free()
         self._held.close()
 
     def set_lr(self, rate: float, *more: float) -> None:
@@ -291,14 +324,14 @@ class Pipeline(Readings):
         Raises:
             RunError: the number of rates is not that of the groups; or processes set different rates.
         """
-        rates = [rate, *more]
-        unfit = (executor.store.updater.unfit(rates) for executor in self.every)
-        error = next((found for found in unfit if found is not None), None)
-        with self._call("set_lr"):
-            agree_on(error, self.rank, self.plan.processes)
-            given = gathered(rates, self.rank, self.plan.processes)
+        rates = [taken("rate", one, float) for one in (rate, *more)]
+        with self._calls.call("set_lr"):
+            with agreeing():
+                for executor in self.every:
+                    executor.store.updater.check_rates(rates)
+            given = gathered(rates)
             if any(others != rates for others in given):
-                self._broken = True
+                self._calls.state = "broken"
                 raise RunError(f"the workers set different learning rates: {given}", hint=ALIKE)
             for executor in self.every:
                 executor.store.updater.set_rates(self.fed, rates, executor.store.version)
@@ -316,10 +349,97 @@ class Pipeline(Readings):
                 "reset() needs the hook reset(model), and there is none",
                 hint="define it in the model file; in Python, give reset=",
             )
-        with self._call("reset"):
+        with self._calls.call("reset"):
             for executor in self.every:
                 if executor.resets is not None:
                     executor.resets(executor.buffers, self.fed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all parameters and persistent buffers, under every name the model has for them.
+
+        With several processes, only what the workers here own: the whole model is never gathered on one worker; `save`
+        writes it.
+
+        Raises:
+            RunError: minibatches are in flight, so that workers are at different versions.
+        """
+        self._settled("state_dict")
+        return copies(self.plan, self.executors, [executor.store.parameters for executor in self.executors])
+
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """The same with averages in place of the weights that are averaged (`ema`, or `averaged`).
+
+        Raises:
+            RunError: minibatches are in flight; or the pipeline keeps no averages.
+            TaskError: the hook `averaged` failed.
+        """
+        self._settled("averaged_state_dict")
+        averages = averages_of(self.executors)
+        if averages is None:
+            raise RunError("the pipeline keeps no averages of the weights", hint="build.local(ema=0.999), or averaged=")
+        pairs = zip(self.executors, averages, strict=True)
+        weights = [{**executor.store.parameters, **averaged} for executor, averaged in pairs]
+        return copies(self.plan, self.executors, weights)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradient of the last step for every trained parameter, under its first name.
+
+        Raises:
+            RunError: the schedule is asynchronous, so the gradients of one step never exist together; or there are
+                other processes.
+        """
+        if not self.job.recipe.schedule.synchronous:
+            raise RunError(
+                f"with schedule '{self.job.recipe.schedule.name}' the gradients of one step never exist together",
+                hint="use a schedule with a flush, such as 1f1b",
+            )
+        if not self.job.world.alone:
+            raise RunError(
+                "with several processes, gradients are freed right after the update",
+                hint="fxpipe.load(BUILD).local(...).gradients(); gradient_norm is known everywhere with clip_norm",
+            )
+        return {name: value for executor in self.executors for name, value in executor.store.gradients().items()}
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
+        logs = [executor.store.part(StalenessLog) for executor in self.executors]
+        return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The rates of the next update, by group, of the first worker here that trains something; else empty.
+
+        With several processes, one whose workers train nothing has none: decide by numbers of your own script.
+        """
+        return next((rates for e in self.executors if (rates := e.store.updater.rates)), [])
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all workers' gradients at the last update of the first worker here; None without `clip_norm`."""
+        return self.executors[0].store.norm
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the next minibatch's loss; None unless the build was compiled with `--autocast fp16`.
+
+        It is what the first worker here knows: with several processes, all know the same after `flush`.
+        """
+        scaler = self.executors[0].scaler
+        return None if scaler is None else scaler.scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps made no update because gradients overflowed; 0 without loss scaling. See `loss_scale`."""
+        scaler = self.executors[0].scaler
+        return 0 if scaler is None else scaler.scale.skipped
+
+    def _settled(self, what: str) -> None:
+        """Refuse a call while minibatches are in flight, also on workers that have made all updates."""
+        in_flight = self._rows.begun and not self.job.recipe.schedule.synchronous
+        if self.job.world.alone:
+            in_flight = any(executor.store.version < self.fed for executor in self.every)
+        if in_flight:
+            raise RunError(f"{what}() was called while minibatches are in flight", hint="call flush() first")
 
     def __enter__(self) -> Self:
         return self
@@ -327,63 +447,33 @@ class Pipeline(Readings):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self.close()
-        elif not self._closed:
-            self._closed = True
+        elif self._calls.state != "closed":
+            self._calls.state = "closed"
             if self.checkpoints is not None:
                 self.checkpoints.abandon()
+            self._free()
             self._held.__exit__(kind, error, traceback)
 
     def _flush(self) -> None:
         if self._rows.begun:
-            with self._working():
+            with self._calls.working():
                 self._rows.flush()
 
     def _write_trace(self) -> None:
-        path, plan = self.options.trace, self.plan
+        path, plan = self.job.options.trace, self.plan
         if path is None:
             return
         for executor in self.every:
             executor.watch.end()
-        traces = recorded(self.every, self._before, compare_clocks(path, self.rank, plan.processes))
-        collect_trace(path, self.rank, plan, self.recipe, traces, self.every[0].watch.elapsed)
+        traces = recorded(self.every, self._before, compare_clocks(path))
+        collect_trace(path, self.rank, plan, self.job.recipe, traces, self.every[0].watch.elapsed)
 
     def _watched(self) -> None:
         watches = [executor.watch for executor in self.every]
-        self.world.pulse.follow(watches, [] if self._evaluation is None else self._evaluation.watches)
+        self.job.world.pulse.follow(watches, [] if self._evaluation is None else self._evaluation.watches)
 
-    @contextmanager
-    def _call(self, name: str | None = None) -> Iterator[None]:
-        """Inside, the workers here are expected to move on; `name` is sent to the next process."""
-        if self._closed:
-            raise RunError("the pipeline was closed", hint="make a new one")
-        if self._broken:
-            raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
-        self._inside = True
-        self.world.pulse.move()
-        try:
-            if name is not None:
-                self._announce(name)
-            yield
-        finally:
-            self._inside = False
 
-    def _announce(self, name: str, shape: int | None = None) -> int:
-        """See `Calls.make`; after an error in it the workers here and elsewhere are at different points."""
-        try:
-            return self._calls.make(name, shape)
-        except BatchError:
-            raise
-        except FxpipeError:
-            self._broken = True
-            raise
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """An error inside leaves messages in flight: the pipeline cannot go on."""
-        self._broken = True
-        yield
-        self._broken = False
-
-    def _beat(self) -> None:
-        if not self._inside:  # the user's own code may take any time
-            self.world.pulse.move()
+def _free(world: World) -> None:
+    """Rows that wait refer to their workers (see `Turns`)."""
+    world.turns.end()
+    world.clear()

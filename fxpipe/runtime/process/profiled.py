@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fxpipe.files import temporary
 from fxpipe.messages import warn
+from fxpipe.observe.out_folder import PROFILE
 from fxpipe.observe.ranges import Ranges
-from fxpipe.observe.record import PROFILE
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.world import World

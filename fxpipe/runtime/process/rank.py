@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxpipe.errors import NotFiniteError, PeerLost
-from fxpipe.messages import say
-from fxpipe.observe.live import Board
+from fxpipe.messages import say, warn
 from fxpipe.observe.logger import LoggedRun, open_loggers
+from fxpipe.observe.out_folder import AVERAGED_WEIGHTS, FINAL_WEIGHTS
 from fxpipe.observe.progress import Progress
-from fxpipe.observe.rates import samples_of, work_by_shape
-from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, RecordedStep
+from fxpipe.observe.rates import work_by_shape
+from fxpipe.observe.record import Record
+from fxpipe.observe.run_json import RunJson
 from fxpipe.observe.starting import starting_text
-from fxpipe.random_state import seed_everything
+from fxpipe.planner.device import Device
+from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.check_run import check_separate_replicas, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
-from fxpipe.runtime.process.consequences import Consequences, EndingRow
+from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.device import devices_of
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.ends import PoliteStop, say_stopped
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
+from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.membership import Agreed
-from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
-from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.profiled import profiled
-from fxpipe.runtime.process.resume import check_length, opened, recipe_of, restore, run_before
-from fxpipe.runtime.process.rows import (
-    WalkedRow,
-    begin_rows,
-    first_replicas,
-    meet,
-    open_evaluation,
-    open_rows,
-    shared_out,
-)
-from fxpipe.runtime.process.run_callbacks import RunCallbacks
+from fxpipe.runtime.process.resume import check_length, opened, run_before
+from fxpipe.runtime.process.row import Limit
+from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.process.run_callbacks import OnEpoch, OnStep, RunCallbacks
+from fxpipe.runtime.process.run_data import RunData
 from fxpipe.runtime.process.run_summary import (
+    WorkerResult,
     peak_row,
     say_first,
     settings_of,
@@ -51,334 +46,255 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     warn_if_edited,
     watch_peak,
-    worker_row,
-    write_run,
 )
-from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.what_trains import WhatTrains
-from fxpipe.runtime.process.world import NotFiniteAnswers, World
-from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.process.steps_recorded import StepsRecorded
+from fxpipe.runtime.process.stopping import Stopping
+from fxpipe.runtime.process.world import World
 from fxpipe.runtime.wires.carriers import carriers_text
 from fxpipe.runtime.wires.exchange import barrier, gathered
-from fxpipe.runtime.wires.run_folder import ASKED, MOVE
-from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation import EvaluationData
-from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.feed import Feed, agree_epoch, agree_length
-from fxpipe.runtime.worker.final_weights import FinalFiles, weights_are_safe
-from fxpipe.runtime.worker.not_finite import LossCheck, NotFinite, check_weights, not_finite
+from fxpipe.runtime.worker.feed import agree_epoch
+from fxpipe.runtime.worker.final_weights import FinalFiles, averages_of, weights_are_safe
+from fxpipe.runtime.worker.not_finite import Inquiry, LossCheck, check_weights, not_finite
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.stages.minibatch import ShapedMinibatches
-
-STOPPING = 0.25
-"""Seconds that worker 0 of a run that stops waits so that the others see it stop."""
 
 
-class TrainingRun(Observer):
+class TrainingRun:
     """The part of a run that is in this process: the workers of one rank, or all of them.
 
+    What follows its rows, in the order in which each learns of an event:
+
+        recorded      reads losses that are on their way, if something follows from the step
+        data          position in the data, shapes, state of hooks
+        on_step
+        checkpoints   before what follows from the evaluation of their step: a resumed run does that again
+        callbacks     in a checkpoint: what they have decided
+        evaluations   → on_eval, the best weights, an early end, learning rates
+        on_epoch
+        stopping      if the last checkpoint is over
+
+    Args:
+        moving: of this process, if it can begin again after a move.
+
     Attributes:
-        begin_again: takes the number of the build under which the run goes on after a move, if no launcher starts it.
+        recorded: its steps, in worker 0's process, while it runs and afterwards.
     """
 
-    begin_again: Callable[[str], None] | None = None
-
-    def __init__(self, agreed: Agreed, world: World, progress: Progress | None) -> None:
-        options, plan, task = agreed.options, agreed.plan, agreed.task
-        self.neighbours = agreed.neighbours
-        self.plan, self.world, self.progress, self.pulse = plan, world, progress, world.pulse
-        self.process = process = world.here[0]
+    def __init__(
+        self, agreed: Agreed, world: World, progress: Progress | None, moving: MovingProcess | None = None
+    ) -> None:
+        plan, task = agreed.plan, agreed.task
+        self.neighbours, self.progress = agreed.neighbours, progress
         if progress is not None:
             progress.starting(lambda: starting_text(world.signs(), plan.mesh.noun))
-        self.observers: list[Observer] = [self]  # of the rows here, of evaluations, of checkpoints
-        self.recipe = recipe = recipe_of(plan, options)
-        self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
-        self.step = 0 if resumed is None else resumed.step
-        # In the order of a local run: the data, then the user's other code.
-        self.feed = Feed(task, options.seed) if plan.seat(process)[0] == 0 else None
-        if self.feed is None:
-            seed_everything(options.seed)
-        self.total, options = agree_length(options, self.feed, process, task.callbacks.on_epoch is not None)
-        self.options = options = of_run(options, plan)
+        job = Job.of(agreed.options.build, plan, task, agreed.options, agreed.options.out, world)
+        resumed = opened(agreed.options, job.recipe, plan, agreed.checkpoint)
+        self.data = data = RunData(job)
+        self.job = job = replace(job, options=data.options)
+        options = data.options
         check_separate_replicas(plan, options, task)
-        check_length(resumed, self.total)
+        check_length(resumed, data.total)
         evaluating = evaluates(plan, task, options.eval_every)
-        addresses = Addresses(plan, recipe.demand)
-        world.open(addresses)
-        folder, checkpoint = options.build, agreed.checkpoint
-        self.rows = open_rows(world, plan, folder, recipe, addresses, task, options, self.step, checkpoint)
-        self.executors = executors = [executor for row in self.rows for executor in row.executors]
+        world.open(job.addresses)
+        if data.hooked is not None:
+            data.hooked.begin()
+        self.rows = rows = WalkedRows(job, agreed.checkpoint, resumed, around=data.around_optimizer)
         if not plan.sharded and not world.alone:  # else each replica has one for its own share
-            for executor in executors:
-                executor.store.updater.compare_replicas(executor.collective, world.device)
-        self.first = first = first_replicas(self.rows)
-        self.epoch = agree_epoch(executors, self.feed, process, plan.processes)
-        self._shards = [] if resumed is None else restore(plan, executors, resumed)
-        self.evaluation: DistributedEvaluation | None = None
-        self.record: Record | None = None
+            for executor in rows.every:
+                executor.store.updater.compare_replicas()
+        self.epoch = agree_epoch(rows.every, data.feed)
+        rows.restore()
+        evaluation = None
         if evaluating:
-            data = EvaluationData(plan, task.eval_data, options.seed, task)
-            self.evaluation = open_evaluation(world, plan, folder, addresses, self.rows, options.seed, data)
-        self.watches = [executor.watch for executor in executors]
-        self.pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
-        self.consequences = Consequences(
-            *(options, plan, recipe, self.total, self.step, executors, process == 0, self.observers)
-        )
-        self.evaluations = WorkerEvaluations(
-            options, recipe, first, len(self.rows), self.evaluation, self.consequences, world, self.step
-        )
-        if options.trace:
-            for watch in self.watches:
-                watch.record()
-        exchange = world.exchange
-        self.shapes = NewShapes(options.build, plan, task.step_hooks, options, world.device, exchange, self.pulse)
-        several = several_shapes(plan, options)
-        self.batches: BatchesRead | None = None
-        minibatches: ShapedMinibatches | None = None
-        if self.feed is not None:
-            minibatches = ShapedMinibatches(plan, Path(options.build), executors[0].buffers, task.loss_weight)
-            self.observers.append(self.feed)
-            self.batches = BatchesRead(self.feed, minibatches, self.watches[0], several, self._saved_at)
-        self.shapes.attach(executors, minibatches)
-        self.coming: ComingShapes | None = None
-        if several:
-            read = None if self.batches is None else self.batches.read
-            self.coming = ComingShapes(world.line, executors, lambda: self.total, read, self.shapes.prepare)
-            self.observers.append(self.coming)
-            for executor in executors:
-                executor.shape_of = self.coming
+            evaluation = rows.evaluation(EvaluationData(plan, task.eval_data, options.seed, task))
+        watches = [executor.watch for executor in rows.every]
+        world.pulse.follow(watches, [] if evaluation is None else evaluation.watches)
+        for watch in watches if options.trace else ():
+            watch.record()
+        self.limit = Limit(data.total, data.total)
+        self.observers: list[Observer] = []
+        self.ends = Consequences(job, rows, self.limit, self.observers)
+        self.evaluations = WorkerEvaluations(job, rows, evaluation, self.ends, data.hooked)
+        self.stopping = stopping = Stopping(job, moving)
+        data.attach(job, rows, self.limit, stopping.saves_at)
         check_unchanged(agreed.files)
-        self.stop = PoliteStop()
-        self.checkpoints: Checkpoints | None = None
         if options.checkpoint_every is not None:
-            self.checkpoints = Checkpoints(
-                *(options, plan, recipe, options.out, executors, resumed, self._shards, exchange),
-                *(lambda: self.stop.asked is not None, self.observers),
-            )
-            self.observers.append(self.checkpoints)
+            stopping.checkpoints = Checkpoints(job, rows, stopping.asked, self.observers, stopping.then)
         self.callbacks: RunCallbacks | None = None
-        if (hooks := task.callbacks).names:
-            per_epoch, ends = self.options.steps_per_epoch, self.consequences
-            self.callbacks = RunCallbacks(
-                *(hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, world.line),
-                *(self.checkpoints, self._shards[0][0].state if self._shards else None),
-                WhatTrains(plan, task, executors),
-            )
-            self.observers.append(self.callbacks)
-        self._shares: dict[int, dict[int, list[tuple[Any, ...]]]] = {}  # read, by minibatch and replica
-        self._check: LossCheck | None = None
+        if task.callbacks.names:
+            self.callbacks = RunCallbacks(job, rows, self.ends, stopping.checkpoints, data.around_callback)
+        self.recorded: StepsRecorded | None = None
 
-    def run(self) -> dict[str, Any] | None:
-        """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
-        options, plan = self.options, self.plan
-        first = self.first[0]
-        for executor in self.first:
+    def run(self) -> RunJson | None:
+        """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails.
+
+        Returns:
+            The summary, in worker 0's process.
+        """
+        job, rows, evaluation, hooked = self.job, self.rows, self.evaluations.evaluation, self.data.hooked
+        options, world, watches = job.options, job.world, [executor.watch for executor in rows.every]
+        for executor in rows.executors:
             warn_if_edited(*executor.stages)
-        for evaluator in self.evaluation.evaluators if self.evaluation is not None else ():
+        for evaluator in evaluation.evaluators if evaluation is not None else ():
             warn_if_edited(*evaluator.loaded)
-        devices = devices_of(self.world.device, options.peak, self.process, plan.processes)
-        if self.process == 0:
-            out, settings = None if options.out is None else Path(options.out), settings_of(options, plan, self.recipe)
-            settings |= {"build": options.build, "workers": plan.workers, "steps": self.total}
-            self.record = Record(
-                options.out,
-                samples_of(plan),
-                self.total,
-                self.progress,
-                open_loggers(options.log, LoggedRun(out, settings, self.step or None)),
-                workers=plan.workers,
-                continue_after=self.step or None,
-                earlier=run_before(options),
-                steps_per_epoch=self.epoch,
-                work_of=work_by_shape(lambda: self.shapes.plan, first.shape_of, devices),
-            )
-            if self.progress is not None and self.world.carriers:
-                say(f"messages: {'; '.join(carriers_text(self.world.carriers, most=8))}")
-            say_first(self.resumed, plan, self.recipe, first, options.out, self.total, self.epoch)
-        record = self.record
+        on_epoch = self._follow()
+        record = None if self.recorded is None else self.recorded.record
         self.evaluations.begin(record)
-        self.ends(self.consequences.end)
+        if record is not None:
+            record.total = self.ends.end
         try:
-            steps = range(self.step, self.total)
-            shown = profiled(options, plan.workers, steps, self.world, self.watches, self.observers)
-            with self.stop.listening() if self.checkpoints is not None else nullcontext(), shown as profile:
+            steps = range(rows.step, self.ends.end)
+            shown = profiled(options, job.plan.workers, steps, world, watches, self.observers)
+            requests, saves = self.stopping.requests, self.stopping.checkpoints is not None
+            with requests.listening() if saves else nullcontext(), shown as profile:
                 traces = self._train()
-            peak = {} if self.world.alone else peak_row(self.world.device)
-            self.pulse.phase = "writing results"
-            rows = self._rows(peak | profile)
-            if record is not None and not options.keep_going:
-                check_weights(self.total, rows)
-            files = None
-            if options.out is not None:
-                files = FinalFiles(options.out, plan, self.first, self.process, self.pulse)
-                files.write(FINAL_WEIGHTS)
-            with weights_are_safe(options.out):
-                averages = averages_of([executor.store.averages for executor in self.first])
-            if files is not None:
-                if averages is not None:
-                    files.write(AVERAGED_WEIGHTS, averages)
-                files.check()
-                take_place(options, record, averages is not None, rows)
-            summary = None
-            if record is not None:
-                summary = summarize_run(
-                    record, options, plan, self.recipe, rows, self.world.name, torch.get_num_threads()
-                )
-            self.consequences.take_place(summary)
+            if hooked is not None:
+                hooked.over(self.ends.end, evaluation is not None)
+            of_process = profile | ({} if world.alone else peak_row(world.device))
+            with requests.put_off():
+                summary, averages = self._write_results(of_process)
             if options.trace is not None:
-                elapsed = self.watches[0].elapsed
-                there = collect_trace(options.trace, self.process, plan, self.recipe, traces, elapsed)
-                if summary is not None and there:
-                    summary["trace"] = options.trace
-                    write_run(summary)
+                seconds = rows.every[0].watch.elapsed
+                written = collect_trace(options.trace, job.process, job.plan, job.recipe, traces, seconds)
+                if summary is not None and written:
+                    summary.trace = options.trace
+                    summary.write()
             self.evaluations.last(summary, averages)
-            self.world.end()
-            if self.callbacks is not None:
-                self.callbacks.over()
+            world.end()
+            if on_epoch is not None:
+                on_epoch.over()
         except PeerLost:
-            if self.checkpoints is not None and self.checkpoints.agenda.stop is not None:
-                time.sleep(8 * STOPPING)  # the others have ended first: until the thread that saves knows that
-            while self.stop.is_saved:
-                time.sleep(STOPPING)  # that thread ends this process
+            self.stopping.lost_a_peer()
             raise
         finally:
-            if self.checkpoints is not None:
-                self.checkpoints.abandon()  # may finish one, with the record's lines so far
-            if record is not None:
-                record.close()
+            if hooked is not None:
+                hooked.end()
+            if self.stopping.checkpoints is not None:
+                self.stopping.checkpoints.abandon()  # may finish one, with the record's lines so far
+            if self.recorded is not None:
+                self.recorded.close()
         return summary
 
-    def _rows(self, more: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each worker did, and what is known of its process."""
-        plan = self.plan
-        own = [worker_row(e, plan.rank_of(e.worker), e.replica, self.neighbours) | more for e in self.executors]
-        found = gathered(own, self.process, plan.processes)
-        return sorted((row for rows in found for row in rows), key=lambda row: (row["replica"], row["worker"]))
+    def _follow(self) -> OnEpoch | None:
+        """Make what is yet missing of the observers, and put them into their order; return the one of `on_epoch`."""
+        job, callbacks, hooks = self.job, self.callbacks, self.job.task.callbacks
+        evaluates = self.evaluations.evaluation is not None
+        if hooks.on_eval is not None and not evaluates and job.process == 0:
+            warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
+        on_step = None if callbacks is None or hooks.on_step is None else OnStep(callbacks, self.rows.step)
+        on_epoch = None if callbacks is None or hooks.on_epoch is None else OnEpoch(callbacks, evaluates)
+        devices = devices_of(job.world.device, job.options.peak, job.process)
+        if job.process == 0:
+            follows: list[Callable[[int], bool]] = [self.stopping.saves_at, self.ends.due]
+            follows += [calls.due for calls in (on_step, on_epoch) if calls is not None]
+            self.recorded = StepsRecorded(self._open_record(devices), follows)
+        before = self.recorded, *self.data.observers, on_step, self.stopping.checkpoints
+        after = callbacks, self.evaluations, on_epoch, self.stopping
+        self.observers += [observer for observer in (*before, *after) if observer is not None]
+        return on_epoch
+
+    def _open_record(self, devices: list[Device | None]) -> Record:
+        """What worker 0's process writes and shows of the run."""
+        job, rows, total, first = self.job, self.rows, self.ends.end, self.rows.executors[0]
+        options, plan, world = job.options, job.plan, job.world
+        settings = settings_of(options, plan, job.recipe)
+        settings |= {"build": options.build, "workers": plan.workers, "steps": total}
+        logged = LoggedRun(None if options.out is None else Path(options.out), settings, rows.step or None)
+        record = Record(
+            options.out,
+            work_by_shape(lambda: self.data.shapes.plan, first.shape_of, devices),
+            total,
+            self.progress,
+            open_loggers(options.log, logged),
+            workers=plan.workers,
+            continue_after=rows.step or None,
+            earlier=run_before(options),
+            steps_per_epoch=self.epoch,
+        )
+        if self.progress is not None and world.carriers:
+            say(f"messages: {'; '.join(carriers_text(world.carriers, most=8))}")
+        say_first(rows.resumed, plan, job.recipe, first, options.out, total, self.epoch)
+        return record
 
     def _train(self) -> dict[tuple[int, int], WorkerTrace]:
-        record, plan = self.record, self.plan
-        begin_rows(self.rows, self.step, self.resumed, self._shards, self.total)
-        self.consequences.go_on()
-        if self.feed is not None:
-            self.feed.go_on(self.step, self._shards[0][0].data if self._shards else None)
-        self._shards = []
-        before = compare_clocks(self.options.trace, self.process, plan.processes)
-        stop = self.world.not_finite(self.executors)
-        barrier(self.process)
-        if not self.options.keep_going:
-            of_loss = [e for e in self.executors if e.worker == plan.loss_worker]
-            worker = (of_loss or self.executors)[0].worker
-            self._check = LossCheck(worker, partial(self._not_finite, stop))
-            for executor in of_loss if self.world.device.type == "cpu" else ():
-                executor.observers.append(self._check)
-        watch_peak(self.world.device)
-        for watch in self.watches:
-            watch.begin()
-        self.pulse.phase = "training"
-        if record is not None:
-            noun = "worker" if self.world.alone else plan.mesh.noun
-            record.begin(Board(lambda: self.world.statuses(self.watches), noun))
-        try:
-            if self.coming is not None:
-                self.coming.begin(self.step)
-            self.world.turns.draws = any(executor.draws for executor in self.executors)
-            self.world.turns.walk([partial(self._walk, row) for row in self.rows])
-            meet(self.rows)
-            if self.checkpoints is not None:
-                self.checkpoints.finish()
-            for watch in self.watches:
-                watch.end()
-        finally:
-            stop.end()
-        return recorded(self.executors, before, compare_clocks(self.options.trace, self.process, plan.processes))
+        job, rows, checkpoints = self.job, self.rows, self.stopping.checkpoints
+        options, plan, world = job.options, job.plan, job.world
+        mark = rows.shards[0][0].data if rows.shards else None
+        report = None if self.recorded is None else self.recorded.report
+        rows.begin(rows.step, self.limit, self.observers, self.data.batches, report)
+        self.ends.go_on()
+        self.data.go_on(rows.step, mark, rows.resumed is not None)
+        before = compare_clocks(options.trace)
+        inquiry = Inquiry(world.board, world.here, plan.processes, world.pulse, rows.executors)
+        barrier()
+        if not options.keep_going:
+            self._check_losses(inquiry)
+        watch_peak(world.device)
+        for executor in rows.every:
+            executor.watch.begin()
+        world.pulse.phase = "training"
+        if self.recorded is not None:
+            noun, watches = "worker" if world.alone else plan.mesh.noun, [executor.watch for executor in rows.every]
+            self.recorded.record.begin(lambda: world.statuses(watches), noun)
+        if self.data.coming is not None:
+            self.data.coming.begin(rows.step)
+        rows.go()
+        if self.recorded is not None:
+            self.recorded.read()
+        rows.meet()
+        if checkpoints is not None:
+            checkpoints.finish()
+        for executor in rows.every:
+            executor.watch.end()
+        return recorded(rows.every, before, compare_clocks(options.trace))
 
-    def _walk(self, row: WalkedRow) -> None:
-        """Walk one row to the end of the run."""
-        events = row.events(self.recipe, self.step, self.resumed, self.total)
-        ending = EndingRow(events, lambda: self.total, self.evaluations.waits, self.recipe)
-        train(
-            self.plan,
-            row.executors,
-            row.transports,
-            ending.next,
-            None if row.rank or self.batches is None else partial(self._share, row),
-            None if row.process or self.record is None else self._report,
-            self.observers,
-            ending.more,
-        )
+    def _check_losses(self, inquiry: Inquiry) -> None:
+        """End the run at a loss that is not finite, whose error says what all workers have found."""
+        rows, recorded, workers = self.rows, self.recorded, self.job.plan.workers
 
-    def _saved_at(self, step: int) -> bool:
-        return self.checkpoints is not None and self.checkpoints.due(step)
+        def error(minibatch: int, loss: float, worker: int) -> NotFiniteError:
+            if recorded is not None:
+                recorded.forget()
+            return not_finite(minibatch, loss, worker, inquiry.ask(), workers)
 
-    def _report(self, step: RecordedStep) -> None:
-        """Worker 0 has ended a minibatch."""
-        assert self.record is not None
-        self.record.step(step)
-        if self._check is not None:
-            self._check.look(step.minibatch, step.loss)
+        of_loss = [executor for executor in rows.every if executor.worker == self.job.plan.loss_worker]
+        check = LossCheck((of_loss or rows.every)[0].worker, error)
+        for executor in of_loss if self.job.world.device.type == "cpu" else ():
+            executor.observers.append(check)
+        if recorded is not None:
+            recorded.check = check
 
-    def ends(self, total: int) -> None:
-        """The run ends after this many steps, perhaps fewer than it was to have."""
-        self.total = total
-        if self.record is not None:
-            self.record.total = total
+    def _write_results(
+        self, of_process: dict[str, Any]
+    ) -> tuple[RunJson | None, Sequence[Mapping[str, Tensor]] | None]:
+        """Write the final weights and what is known of the run; return its summary, and the averages of weights.
 
-    def _not_finite(self, stop: NotFiniteAnswers, minibatch: int, loss: float, worker: int) -> NotFiniteError:
-        found = [NotFinite(**row) for rows in stop.ask() for row in rows]
-        return not_finite(minibatch, loss, worker, found, self.plan.workers)
-
-    def saves(self, step: int) -> None:
-        """A checkpoint is about to be complete: sync what was logged so far, too."""
-        if self.record is not None:
-            self.record.sync()
-
-    def stops(self, step: int, saved: Path | None) -> None:
-        """The last checkpoint of a run that was asked to stop is over: with several processes, end this one at once."""
-        self.stop.saved(step, saved)
-        if self.world.alone:
-            return
-        assert self.world.exchange is not None
-        move, _, number = (self.world.exchange.get([ASKED]) or [""])[0].partition(" ")
-        again = move == MOVE and self.stop.asked is None
-        if self.process == 0:
-            if not again:
-                say_stopped(step, saved)
-            time.sleep(STOPPING)  # the others look for it
-        try:
-            if again and self.begin_again is not None:  # else a launcher starts it again
-                self.begin_again(number)
-        finally:
-            self.stop.exit()
-
-    def _share(self, row: WalkedRow, minibatch: int) -> list[tuple[Any, ...]]:
-        """The microbatches of a minibatch that a replica of worker 0 computes."""
-        assert self.batches is not None
-        if minibatch not in self._shares:
-            self._shares[minibatch] = shared_out(self.world, self.plan, self.rows, minibatch, self.batches(minibatch))
-        shares = self._shares[minibatch]
-        own = shares.pop(row.replica)
-        if not shares:
-            del self._shares[minibatch]
-        return own
-
-    def between(self, executors: Sequence[Executor]) -> None:
-        """All workers of a row have made another update: do what is due, in this order.
-
-            on_step → checkpoint → evaluation → on_eval → on_epoch
-
-        A checkpoint is made before what follows from the evaluation of its step, so a resumed run does that again.
-        Checkpoints before which nothing is decided are made without this call.
+        Args:
+            of_process: what `run.json` has of this process for each of its workers.
         """
-        callbacks = self.callbacks
-        if callbacks is not None:
-            for executor in executors:
-                callbacks.stepped(executor)
-        decided = self.consequences.changes_rates or (callbacks is not None and callbacks.follows)
-        if self.checkpoints is not None and decided:
-            self.checkpoints.between(executors)
-        self.evaluations.if_due(executors[0].store.version)
-        if callbacks is not None:
-            for executor in self.executors:  # an evaluation may have held some
-                callbacks.epoch_over(executor)
-        if self.world.alone:  # else the thread that saves ends the process
-            self.stop.give_up_if_saved()
+        job, executors, record = self.job, self.rows.executors, None if self.recorded is None else self.recorded.record
+        options, plan, world = job.options, job.plan, job.world
+        world.pulse.phase = "writing results"
+        rows = self.rows.every
+        results = [WorkerResult.of(e, plan.rank_of(e.worker), self.neighbours, of_process) for e in rows]
+        results = [*chain.from_iterable(gathered(results))]
+        results.sort(key=lambda result: (result.row.replica, result.row.worker))
+        if record is not None and not options.keep_going:
+            check_weights(self.ends.end, [result.not_finite for result in results])
+        files = None
+        if options.out is not None:
+            files = FinalFiles(options.out, plan, executors, job.process, world.pulse)
+            files.write(FINAL_WEIGHTS)
+        with weights_are_safe(options.out):
+            averages = averages_of(executors)
+        if files is not None:
+            if averages is not None:
+                files.write(AVERAGED_WEIGHTS, averages)
+            files.check()
+            take_place(options, record, averages is not None, results)
+        summary = None
+        if record is not None:
+            summary = summarize_run(record, options, plan, job.recipe, results, world.name, torch.get_num_threads())
+            self.ends.add_to(summary)
+            summary.write()
+        return summary, averages

@@ -22,7 +22,6 @@ from fxpipe.options import unfit
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import KEPT, PipelineOptions, RunOptions
-from fxpipe.schedule.action import Event
 from fxpipe.settings import pairs, read, texts
 
 if TYPE_CHECKING:
@@ -78,35 +77,31 @@ class Resumed:
         from fxpipe.checkpoint.shard import Shard, replicas_in
 
         wanted = [worker] if self.exact else range(self.manifest.workers)
-        found = [self._read(each) for each in wanted]
+        shards = [self._read(each) for each in wanted]
         others = [(each, r) for each in wanted for r in replicas_in(self.manifest.files, each)]
         if not self.exact:
             more = [] if self.separate else [self._read(*place) for place in others]
-            return found + [shard for shard in more if shard.state is not None]
+            return shards + [shard for shard in more if shard.state]
         if replica:
-            (shard,) = found
+            (shard,) = shards
             own = self._read(worker, replica) if (worker, replica) in others else Shard(self.step)
+            state = {**shard.state, **own.state}
             if self.separate:
-                return [dataclasses.replace(own, data=shard.data, state={**shard.state, **own.state})]
-            shard.codecs = own.codecs
-            if own.state is not None:
-                shard.state["updater"] = own.state["updater"]
-        return found
+                return [dataclasses.replace(own, data=shard.data, state=state)]
+            return [dataclasses.replace(shard, codecs=own.codecs, state=state)]
+        return shards
 
     def _read(self, worker: int, replica: int = 0) -> Shard:
         from fxpipe.checkpoint.shard import read_shard, state_files
+        from fxpipe.runtime.worker.parts import forms
 
         workers = self.manifest.workers
         check_files(self.path, self.manifest, state_files(worker, workers, replica))
-        return read_shard(self.path, self.step, worker, workers, replica)
-
-    def row(self, recipe: Recipe, rank: int, stop: int | None = None) -> Iterator[Event]:
-        """The rest of a rank's row."""
-        return recipe.schedule.row_after(rank, self.step, self._start, stop)
+        return read_shard(self.path, self.step, worker, workers, forms(), replica)
 
     @property
-    def _start(self) -> int:
-        """The first minibatch of the row."""
+    def start(self) -> int:
+        """The first minibatch of the rows that go on: they began there with an empty pipeline."""
         return self.manifest.start if self.exact else self.step
 
 
@@ -267,14 +262,13 @@ def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:
 
 def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Shard], stop: int | None = None) -> None:
     """Begin a worker's row, or go on in the middle of the checkpoint's."""
-    store = executor.store
     if resumed is None or not resumed.exact:
-        store.begin(store.version, stop)
-    else:
-        past = {version: _placed(held, executor.device) for version, held in shards[0].past.items()}
-        sent = {reader: _placed(held, executor.device) for reader, held in shards[0].sent.items()}
-        with _fitting(resumed):
-            store.go_on(resumed.manifest.start, past, sent, stop)
+        executor.store.begin(executor.store.version, stop)
+        return
+    past = {version: _placed(held, executor.device) for version, held in shards[0].past.items()}
+    sent = {reader: _placed(held, executor.device) for reader, held in shards[0].sent.items()}
+    with _fitting(resumed):
+        executor.store.begin(resumed.manifest.start, stop, past, sent)
 
 
 def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -305,10 +299,10 @@ def _say_what_trains(plan: Plan, executors: Sequence[Executor], read: Sequence[l
     from fxpipe.runtime.wires.exchange import gathered
 
     process = plan.process_of(executors[0].worker, executors[0].replica)
-    states = [shard.state["updater"].get("optimizer") for shards in read for shard in shards]
-    before = {name for state in states if state is not None for name in updated_in(state)}
+    states = [shard.state["updater"] for shards in read for shard in shards if "updater" in shard.state]
+    before = {name for state in states for name in updated_in(state["optimizer"])}
     now = {name for executor in executors for name in executor.store.updater.updated}
-    every = gathered((before, now), process, plan.processes)
+    every = gathered((before, now))
     before, now = (set().union(*sets) for sets in zip(*every, strict=True))
     names = [p.name for p in plan.parameters]
     lines = []

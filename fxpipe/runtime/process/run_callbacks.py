@@ -13,27 +13,25 @@ after step s is done after step s + lead. With a flush, an end decided after an 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from fxpipe.checkpoint.shard import Shard
+from fxpipe.checkpoint.shard import DECIDED, Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
-from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
+from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
+from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.process.what_trains import WhatTrains
-from fxpipe.runtime.wires.addresses import ProcessLine
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
+from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP
 from fxpipe.task.model_file import hook_raised
-
-DECIDED = "decided"
-"""The key, in a shard's state, of what callbacks have decided and is yet to be done."""
 
 
 class OngoingRun:
@@ -80,204 +78,148 @@ class OngoingRun:
 
 
 class RunCallbacks(Observer):
-    """Calls the callbacks of a run for the workers of this process, whose rows and evaluations it follows.
+    """Calls the callbacks of a run for the workers of this process, and keeps what they have decided.
+
+    It calls `on_eval` itself, and `OnStep` and `OnEpoch` the others.
 
     Args:
         consequences: of the run's evaluations; it ends the run.
-        step: the run's first.
-        per_epoch: the steps of an epoch; must be known if there is `on_epoch`.
-        evaluates: the run evaluates what it has trained.
-        line: of the processes.
         checkpoints: those that the run makes.
-        state: of a shard of the checkpoint that the run goes on from.
-        trains: refuses callbacks that freeze or unfreeze parameters.
+        around: the context of a call, by the hook's name.
+
+    Attributes:
+        evaluated_at: the newest version that was evaluated.
     """
 
     def __init__(
         self,
-        hooks: Callbacks,
-        plan: Plan,
+        job: Job[RunOptions],
+        rows: WalkedRows,
         consequences: Consequences,
-        step: int,
-        per_epoch: int | None,
-        evaluates: bool,
-        seed: int,
-        executors: Sequence[Executor],
-        line: ProcessLine,
         checkpoints: Checkpoints | None,
-        state: Any,
-        trains: WhatTrains,
+        around: Callable[[str], AbstractContextManager[None]] = lambda hook: nullcontext(),
     ) -> None:
-        self._trains = trains
-        self._checkpoints = checkpoints
-        self._hooks, self._consequences, self._seed = hooks, consequences, seed
-        self._executors, self._evaluates = executors, evaluates
-        self._per_epoch = per_epoch if hooks.on_epoch is not None else None
-        process = plan.process_of(executors[0].worker, executors[0].replica)
-        self._run = OngoingRun(process, self._save, self._fits)
-        self._speaks = process == 0
-        self._losses = Losses(plan, line, executors)
-        self._decisions = Decisions(line, self._losses.transport)
-        self._coming: dict[int, StepLoss] = {}
-        self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have reached that step
-        firsts = {ON_STEP: step, ON_EPOCH: 0}
-        self._seen = {hook: {_seat(each): at for each in executors} for hook, at in firsts.items()}
-        self._evaluated = 0
-        self._version = step
+        self.job, self.executors, self.consequences = job, rows.every, consequences
+        self._trains = WhatTrains(job.plan, job.task, rows.every)
+        self._around, self._checkpoints = around, checkpoints
+        self._run = OngoingRun(job.process, self._save, self._fits)
+        line = job.world.line
+        self.decisions = Decisions(line, next(e.transport for e in rows.executors if e.worker == line.own))
+        self.evaluated_at = 0
+        self._version = rows.step
         self._pending: list[tuple[int, int, str, bool]] = []  # decided after, done after, by this hook, ends the run
-        if self._speaks and hooks.on_eval is not None and not evaluates:
-            warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
+        state = rows.shards[0][0].state if rows.shards else None
         known = state.get(DECIDED) if isinstance(state, Mapping) else None
         for made, at, hook, ends in known or ():
-            if hook not in self._hooks.names:
+            if hook not in job.task.callbacks.names:
                 continue
             self._pending.append((made, at, hook, ends))
             if ends:
-                self._consequences.shorten(at, hook, _reason(hook, made))
-                if at <= self._version and self._speaks:
+                consequences.shorten(at, hook, _reason(hook, made))
+                if at <= self._version and not job.process:
                     warn(f"{hook}() has ended this run after step {at}: take it out of the model file to train on")
             elif checkpoints is not None:
-                checkpoints.add(at)
+                checkpoints.agenda.add(at)
 
-    @property
-    def follows(self) -> bool:
-        """Whether callbacks follow evaluations or epochs: a checkpoint is made before these calls."""
-        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
+    def await_rows(self, executors: Sequence[Executor]) -> None:
+        """All workers of a row have made an update that callbacks follow: wait for other rows here.
 
-    def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run in a row of this process."""
-        if self._hooks.on_step is not None and minibatch not in self._coming:
-            self._coming[minibatch] = self._losses.step(minibatch)
-            self._decisions.expect(ON_STEP, minibatch + 1)
-
-    def loss(self, minibatch: int, value: Tensor) -> None:
-        """In the loss worker's process: a minibatch's loss is known; the worker's replicas have the same."""
-        self._losses.loss(minibatch, value)
-
-    def stepped(self, executor: Executor) -> None:
-        """Between two actions of a worker: call `on_step` if it has made an update.
-
-        Raises:
-            FxpipeError: the callback failed; or other processes decide differently.
+        That of the loss worker knows the loss over all replicas; with a flush, callbacks wait for all rows.
         """
-        on_step = self._hooks.on_step
-        version = executor.store.version
-        if on_step is None or self._seen[ON_STEP][_seat(executor)] == version:
+        if len(executors) == len(self.executors):
             return
-
-        def call() -> Decision:
-            loss = self._coming.pop(version - 1)
-            self._run.metrics = dict(loss.metrics)
-            return self._call(ON_STEP, version, version, lambda: on_step(version, float(loss), self._run))
-
-        self._decide(ON_STEP, executor, version, call)
+        version, flushes = executors[0].store.version, self.job.recipe.schedule.synchronous
+        before = [each for each in self.executors if flushes or each.worker == self.job.plan.loss_worker]
+        self.job.world.turns.wait(
+            lambda: all(executor.store.version >= version for executor in before),
+            lambda: f"callbacks after {version} updates",
+        )
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         """All workers of this process are at a version that was evaluated: call `on_eval`.
 
         Raises:
-            FxpipeError: as `stepped`.
+            FxpipeError: as `call`.
         """
-        self._evaluated = version
-        on_eval = self._hooks.on_eval
+        self.evaluated_at = version
+        on_eval = self.job.task.callbacks.on_eval
         if on_eval is None:
             return
-        given = dict(metrics)
-        decision = self._call(ON_EVAL, version, version, lambda: on_eval(version, given, self._run))
-        for executor in self._executors:
-            self._take(executor, version, decision)
-
-    def epoch_over(self, executor: Executor) -> None:
-        """Between two actions of a worker, after an evaluation that is due: call `on_epoch` if an epoch is over.
-
-        Raises:
-            FxpipeError: as `stepped`.
-        """
-        version = executor.store.version
-        if self._per_epoch is None or version == 0 or version % self._per_epoch:
-            return
-        if self._seen[ON_EPOCH][_seat(executor)] == version or version >= self._consequences.end:
-            return
-        if self._evaluates and self._consequences.due(version) and self._evaluated < version:
-            return
-        self._decide(ON_EPOCH, executor, version, lambda: self._call_on_epoch(version))
-
-    def _decide(self, hook: str, executor: Executor, version: int, call: Callable[[], Decision]) -> None:
-        """A worker has reached a version: the first one here calls the hook, and all apply its decision."""
-        seen, key = self._seen[hook], (hook, version)
-        seen[_seat(executor)] = version
-        if key not in self._made:
-            self._made[key] = call()
-        self._take(executor, version, self._made[key])
-        if all(seen[_seat(each)] >= version for each in self._executors):
-            del self._made[key]
-
-    def over(self) -> None:
-        """The run has ended and was evaluated: call `on_epoch` for the last epoch, which can decide nothing."""
-        end = self._consequences.end
-        called = end in self._seen[ON_EPOCH].values()  # it was called, and ended the run
-        if self._per_epoch is not None and end and end % self._per_epoch == 0 and not called:
-            self._call_on_epoch(end)
+        numbers = dict(metrics)
+        decision = self.call(ON_EVAL, version, version, lambda: on_eval(version, numbers, self._run))
+        for executor in self.executors:
+            self.apply(executor, version, decision)
 
     def cut(self, worker: int, shard: Shard) -> None:
         """Put into a shard what was decided up to its step and is yet to be done."""
-        oldest = min(executor.store.version for executor in self._executors)
+        oldest = min(executor.store.version for executor in self.executors)
         self._pending = [row for row in self._pending if row[1] >= oldest]
         shard.state[DECIDED] = [list(row) for row in self._pending if row[0] <= shard.step <= row[1]]
 
-    def _call_on_epoch(self, version: int) -> Decision:
-        on_epoch, per_epoch = self._hooks.on_epoch, self._per_epoch
-        assert on_epoch is not None
-        assert per_epoch is not None
-        epoch = version // per_epoch
-        return self._call(ON_EPOCH, epoch, version, lambda: on_epoch(epoch, self._run))
+    def on_step(self, version: int, loss: StepLoss) -> Decision:
+        """Call `on_step` with the loss of the step before a version; errors as `call`."""
+        on_step = self.job.task.callbacks.on_step
+        assert on_step is not None
+        self._run.metrics = dict(loss.metrics)
+        return self.call(ON_STEP, version, version, lambda: on_step(version, float(loss), self._run))
 
-    def _call(self, hook: str, number: int, version: int, call: Callable[[], object]) -> Decision:
-        """Call a hook, and note what it decides; its random numbers follow from the seed, in all processes alike."""
+    def on_epoch(self, version: int, epoch: int) -> Decision:
+        """Call `on_epoch` after so many epochs; errors as `call`."""
+        on_epoch = self.job.task.callbacks.on_epoch
+        assert on_epoch is not None
+        return self.call(ON_EPOCH, epoch, version, lambda: on_epoch(epoch, self._run))
+
+    def apply(self, executor: Executor, version: int, decision: Decision) -> None:
+        """A worker has reached the version after which a callback has decided."""
+        if decision.rates is not None:
+            executor.store.updater.set_rates(version, decision.rates, version - 1)
+
+    def call(self, hook: str, number: int, version: int, call: Callable[[], object]) -> Decision:
+        """Call a hook, and note what it decides; its random numbers follow from the seed, in all processes alike.
+
+        Raises:
+            FxpipeError: the callback failed; or other processes decide differently.
+        """
         self._version = version
-        with random_state_kept():
-            seed_generators(seed_of(self._seed, hook, number), self._executors[0].device.type)
+        with random_state_kept(), self._around(hook):
+            seed_generators(seed_of(self.job.options.seed, hook, number), self.executors[0].device.type)
             try:
                 ends = bool(call())
             except FxpipeError:
                 raise
             except Exception as error:
-                raise hook_raised(hook, error, self._hooks.path) from error
+                raise hook_raised(hook, error, self.job.task.callbacks.path) from error
         self._trains.check(f"{hook}()")
         decision = self._run._taken(ends)
-        if hook != ON_STEP and version >= self._consequences.end:
+        if hook != ON_STEP and version >= self.consequences.end:
             return decision  # after the last update
         if hook != ON_STEP:
-            self._decisions.expect(hook, version)
-        self._decisions.compare(hook, version, decision)
-        at = self._consequences.earliest(version)
+            self.decisions.expect(hook, version)
+        self.decisions.compare(hook, version, decision)
+        at = self.consequences.earliest(version)
         if decision.saves:
             self._note(version, at, hook, ends=False)
         if decision.ends:  # it is saved there, if at all
-            end = at if decision.saves else self._consequences.earliest_end(version)
+            end = at if decision.saves else self.consequences.earliest_end(version)
             self._note(version, end, hook, ends=True)
         return decision
 
     def _note(self, made: int, at: int, hook: str, ends: bool) -> None:
         self._pending.append((made, at, hook, ends))
         if ends:
-            self._consequences.ends(at, hook, _reason(hook, made))
+            self.consequences.ends(at, hook, _reason(hook, made))
         elif self._checkpoints is not None:
-            self._checkpoints.add(at)
-
-    def _take(self, executor: Executor, version: int, decision: Decision) -> None:
-        if decision.rates is not None:
-            executor.store.updater.set_rates(version, decision.rates, version - 1)
+            self._checkpoints.agenda.add(at)
 
     def _save(self) -> int:
         if self._checkpoints is None:
             raise TaskError(
                 "run.save() was called, but the run makes no checkpoints",
-                where=None if self._hooks.path is None else self._hooks.path.name,
+                where=None if self.job.task.callbacks.path is None else self.job.task.callbacks.path.name,
                 hint="--checkpoint-every asked makes only those that are asked for; 500, 10min or epoch others, too",
             )
-        at, end = self._consequences.earliest(self._version), self._consequences.end
-        if at > end and self._speaks:
+        at, end = self.consequences.earliest(self._version), self.consequences.end
+        if at > end and not self.job.process:
             warn(
                 f"run.save() after step {self._version} is too late for a checkpoint: the run ends after step {end}, "
                 "and its weights are written then"
@@ -285,9 +227,106 @@ class RunCallbacks(Observer):
         return at
 
     def _fits(self, rates: Sequence[float]) -> None:
-        for executor in self._executors:
-            if (error := executor.store.updater.unfit(rates)) is not None:
-                raise error
+        for executor in self.executors:
+            executor.store.updater.check_rates(rates)
+
+
+class _AfterUpdates(Observer):
+    """A callback after some updates: the first worker here that has made one calls it, and all apply what it decides.
+
+    Args:
+        step: the version after which it was called last.
+    """
+
+    def __init__(self, callbacks: RunCallbacks, step: int) -> None:
+        self.callbacks = callbacks
+        self._seen = {_seat(executor): step for executor in callbacks.executors}
+        self._decided: dict[int, Decision] = {}  # by version, until all workers here have reached it
+
+    def called(self, executor: Executor) -> bool:
+        """Whether it was called after the worker's newest update."""
+        return self._seen[_seat(executor)] == executor.store.version
+
+    def decide(self, executor: Executor, call: Callable[[], Decision]) -> None:
+        """A worker has made an update that the callback follows."""
+        version = executor.store.version
+        self._seen[_seat(executor)] = version
+        if version not in self._decided:
+            self._decided[version] = call()
+        self.callbacks.apply(executor, version, self._decided[version])
+        if all(seen >= version for seen in self._seen.values()):
+            del self._decided[version]
+
+
+class OnStep(_AfterUpdates):
+    """Calls `on_step` after each update; it is there only if there is that callback."""
+
+    @staticmethod
+    def due(version: int) -> bool:
+        """Whether it is called after so many steps."""
+        return True
+
+    def __init__(self, callbacks: RunCallbacks, step: int) -> None:
+        super().__init__(callbacks, step)
+        job = callbacks.job
+        self._losses = Losses(job.plan, job.world.line, callbacks.executors)
+        self._coming: dict[int, StepLoss] = {}
+
+    def begins(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run in a row of this process."""
+        if minibatch not in self._coming:
+            self._coming[minibatch] = self._losses.step(minibatch)
+            self.callbacks.decisions.expect(ON_STEP, minibatch + 1)
+
+    def loss(self, minibatch: int, value: Tensor) -> None:
+        """In the loss worker's process: a minibatch's loss is known; the worker's replicas have the same."""
+        self._losses.loss(minibatch, value)
+
+    def between(self, executors: Sequence[Executor]) -> None:
+        """Errors as `RunCallbacks.call`."""
+        self.callbacks.await_rows(executors)
+        for executor in executors:
+            if not self.called(executor):
+                version = executor.store.version
+                self.decide(executor, lambda: self.callbacks.on_step(version, self._coming.pop(version - 1)))  # noqa: B023
+
+
+class OnEpoch(_AfterUpdates):
+    """Calls `on_epoch` after each epoch; it is there only if there is that callback.
+
+    Args:
+        evaluates: the run evaluates what it has trained: epochs end after the evaluation of their last version.
+    """
+
+    def __init__(self, callbacks: RunCallbacks, evaluates: bool) -> None:
+        super().__init__(callbacks, 0)
+        per_epoch = callbacks.job.options.steps_per_epoch
+        assert per_epoch is not None
+        self._per_epoch, self._evaluates = per_epoch, evaluates
+
+    def due(self, version: int) -> bool:
+        """Whether an epoch is over after so many steps."""
+        return version > 0 and version % self._per_epoch == 0
+
+    def between(self, executors: Sequence[Executor]) -> None:
+        """Errors as `RunCallbacks.call`."""
+        if self.due(executors[0].store.version):
+            self.callbacks.await_rows(executors)
+        for executor in self.callbacks.executors:  # an evaluation may have held some
+            version = executor.store.version
+            if self.due(version) and not self.called(executor) and not self._waits(version):
+                self.decide(executor, lambda: self.callbacks.on_epoch(version, version // self._per_epoch))  # noqa: B023
+
+    def over(self) -> None:
+        """The run has ended and was evaluated: call it for the last epoch, which can decide nothing."""
+        end = self.callbacks.consequences.end
+        if self.due(end) and end not in self._seen.values():  # else it has ended the run
+            self.callbacks.on_epoch(end, end // self._per_epoch)
+
+    def _waits(self, version: int) -> bool:
+        """Whether the call comes later: after an evaluation that is due, or at the end of the run."""
+        ends = self.callbacks.consequences
+        return version >= ends.end or (self._evaluates and ends.due(version) and self.callbacks.evaluated_at < version)
 
 
 def _reason(hook: str, made: int) -> str:

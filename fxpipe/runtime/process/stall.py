@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fxpipe.errors import WorkerLost, listed
 from fxpipe.messages import say, warn
-from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
+from fxpipe.observe.pulse import CAUSES, PERIOD, PostedPulses, Pulse, Signs
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import process_name
@@ -34,18 +34,6 @@ SILENT = 10 * PERIOD
 SHOWN = 16
 """How many workers a warning describes."""
 
-_WHATS = {
-    "input": "an input",
-    "activation": "an activation",
-    "saved": "a value that its forward has saved",
-    "gradient": "a gradient",
-    "token": "its turn",
-    "weights": "weights",
-    "up": "the note up (the norms of gradients, or whether they overflowed)",
-    "down": "the note down (the norm of all gradients, or whether they overflowed)",
-    "sum": "the sum over its replicas",
-    "loss": "the loss",
-}
 _DOES = {
     "F": "computes the forward of step {step}",
     "B": "computes the backward of step {step}",
@@ -58,16 +46,13 @@ _DOES = {
     "save": "copies its state for a checkpoint at step {step}, or waits for the disk",
     "wait": "waits for another worker",
 }
-COMPILING = "compiling a shape"
-"""The phase without a time limit, as long as the worker's process runs."""
-
 _PHASES = {
     "starting": "starts",
     "importing": "imports torch",
     "loading": "loads its stage",
     "training": "is between two actions",
     "evaluating": "evaluates",
-    COMPILING: "compiles stages for a new shape of batch",
+    "compiling a shape": "compiles stages for a new shape of batch",
     "writing results": "writes results",
     "done": "is done",
 }
@@ -121,7 +106,8 @@ class StallWatch:
             self._before, self._silent = list(signs), [0.0] * len(signs)
         beats = [new.beat != old.beat for new, old in zip(signs, self._before, strict=True)]
         moves = [s.moves for s in signs] != [s.moves for s in self._before]
-        moves |= any(beat and s.phase == COMPILING for beat, s in zip(beats, signs, strict=True))
+        # A compile has no time limit, as long as its process runs.
+        moves |= any(beat and s.phase == "compiling a shape" for beat, s in zip(beats, signs, strict=True))
         self._silent = [
             0.0 if beat or not new.beat else silent + passed  # while torch is imported, nothing beats
             for beat, silent, new in zip(beats, self._silent, signs, strict=True)
@@ -174,7 +160,7 @@ class StallWatch:
         if signs.doing == "wait" and signs.what == "sent":
             does = f"waits until worker {signs.other} takes what it has sent"
         elif signs.doing == "wait" and signs.what is not None:
-            does = f"waits for worker {signs.other}: {_WHATS[signs.what]}"
+            does = f"waits for worker {signs.other}: {CAUSES[signs.what]}"
             does += f" of step {signs.step}" if training and signs.step else ""
         elif signs.doing is not None and training:
             does = _DOES.get(signs.doing, _PHASES["training"]).format(step=signs.step)
@@ -218,14 +204,14 @@ class WatchingWorker:
 
     def __init__(
         self,
-        store: StorePulses,
+        pulses: PostedPulses,
         pulse: Pulse,
         rank: int,
         options: RunOptions,
         end: Callable[[int], object],
         mesh: Mesh = MESH,
     ) -> None:
-        self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
+        self._pulses, self._pulse, self._rank, self._options, self._end = pulses, pulse, rank, options, end
         self._stall = StallWatch(options.stall_timeout, mesh=mesh)
         self._answered = time.monotonic()
         if options.stall_timeout and rank:
@@ -252,8 +238,8 @@ class WatchingWorker:
         self._end(1)
 
     def _read(self) -> list[Signs]:
-        self._store.put(self._rank, self._pulse.numbers)
-        return self._store.read() if self._rank < 2 else []
+        self._pulses.put(self._rank, self._pulse.numbers)
+        return self._pulses.read() if self._rank < 2 else []
 
     def __call__(self) -> None:
         signs = self._read()

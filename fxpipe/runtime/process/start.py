@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,16 @@ from fxpipe.runtime.process.check_run import (
     writing,
 )
 from fxpipe.runtime.process.device import reuse_freed_memory
+from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.membership import Agreed, membership
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
-from fxpipe.runtime.process.run_summary import warn_if_edited, write_run
+from fxpipe.runtime.process.run_summary import warn_if_edited
 from fxpipe.runtime.process.world import AmongProcesses, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
+from fxpipe.runtime.worker.feed import in_steps
 from fxpipe.task.model_file import Task
 from fxpipe.threads import threads
 
@@ -84,7 +85,7 @@ def _debugger() -> Any:
 
 
 def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Train a build with all its workers in this process; return the summary (see `summarize_run`).
+    """Train a build with all its workers in this process; return the summary (see `RunJson.to_json`).
 
     Args:
         task: the user's hooks; by default the file that options or plan name.
@@ -106,11 +107,11 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
             try:
                 summary = run.run()
             except FxpipeError as error:
-                if run.record is not None and run.record.own_steps:
+                if run.recorded is not None and run.recorded.record.pace.steps:
                     name_checkpoint(error, options, options.out)
                 raise
     assert summary is not None
-    return summary
+    return summary.to_json()
 
 
 def join(
@@ -119,6 +120,7 @@ def join(
     progress: Progress | None = None,
     pulse: Pulse | None = None,
     moving: MovingProcess | None = None,
+    problem: FxpipeError | None = None,
 ) -> dict[str, Any] | None:
     """Run the workers of one rank of the process group that the caller has made or the environment describes (RANK,
     WORLD_SIZE, MASTER_ADDR, …).
@@ -126,31 +128,31 @@ def join(
     Args:
         pulse: this process's, if it was started by `launch`, where its launcher reads it.
         moving: of this process, if it can begin again.
+        problem: why this process refuses: all others learn it.
 
     Returns:
-        The summary (see `summarize_run`) on rank 0, None elsewhere.
+        The summary (see `RunJson.to_json`) on rank 0, None elsewhere.
 
     Raises:
         FxpipeError: as `membership`.
     """
-    if options.exchange is None and moving is None:
+    if options.board is None and moving is None and problem is None:
         refuse_moves(options, "these processes have no launcher that can", "`fxpipe run`, with or without torchrun")
     reuse_freed_memory()
-    with membership(options, task, pulse) as member, ExitStack() as held:
+    with membership(options, task, pulse, problem) as member, ExitStack() as held:
         if options.progress and progress is None and member.rank == 0:
             progress = default_progress()
-        agreed, plan = member.agreed, member.agreed.plan
-        world = AmongProcesses(plan, agreed.options, member.rank, member.pulse, member.pulses)
+        agreed = member.agreed
+        world = AmongProcesses(member)
         held.enter_context(shown(progress))
-        run = TrainingRun(agreed, world, progress)
+        run = TrainingRun(agreed, world, progress, moving)
         if moving is not None:
-            run.begin_again = partial(moving.begin_again, member.rank)
             held.enter_context(moving.looking(member.rank, world))
         summary = run.run()
         if moving is not None and summary is not None:
-            summary["moves"] = moving.moves.rows
-            write_run(summary)
-        return summary
+            summary.moves = moving.moves.rows
+            summary.write()
+        return None if summary is None else summary.to_json()
 
 
 def join_by_command(options: RunOptions, leave: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
@@ -170,7 +172,7 @@ def join_by_command(options: RunOptions, leave: Callable[[], None] = lambda: Non
         refuse_moves(options, "processes that meet at one of them cannot", "start them by torchrun")
     moving, pulse = MovingProcess(options, leave), Pulse()
     try:
-        return join(moving.options, pulse=pulse, moving=moving)
+        return join(moving.go_on(), pulse=pulse, moving=moving)
     except Exception as error:
         moving.go_back(error, pulse)
         raise
@@ -186,12 +188,20 @@ def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: st
     It gives the same bits as one in several processes: the same actions, versions, seeds and memory layouts.
 
     Raises:
+        BuildError: something else writes into the folder for checkpoints.
         FxpipeError: as `Pipeline`.
     """
-    plan = read_plan(folder)
-    options = resumed_options(options, out)
-    checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
-    return Pipeline(folder, plan, task, options, OneProcess(plan, options), checkpoint, out)
+    with ExitStack() as held:
+        if options.checkpoint_every is not None:  # else it only reads there
+            held.enter_context(writing(out))
+        plan = read_plan(folder)
+        options = resumed_options(options, out)
+        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
+        world, options, leaves = OneProcess(plan, options), in_steps(options), ExitStack()
+        job = Job.of(str(folder), plan, task, options, out, world)
+        pipeline = Pipeline(job, checkpoint, leaves)
+        leaves.push(held.pop_all())
+    return pipeline
 
 
 def open_joined(options: RunOptions, task: Task) -> Pipeline:
@@ -208,17 +218,14 @@ def open_joined(options: RunOptions, task: Task) -> Pipeline:
     with ExitStack() as held:
         member = held.enter_context(membership(options, task))
         agreed = member.agreed
-        world = AmongProcesses(agreed.plan, agreed.options, member.rank, member.pulse, member.pulses)
-        leaves = ExitStack()
-        pipeline = Pipeline(
-            *(options.build, agreed.plan, agreed.task, agreed.options, world, agreed.checkpoint),
-            out=agreed.options.out,
-            held=leaves,
-        )
+        world = AmongProcesses(member)
+        options, leaves = in_steps(agreed.options), ExitStack()
+        job = Job.of(options.build, agreed.plan, agreed.task, options, options.out, world)
+        pipeline = Pipeline(job, agreed.checkpoint, leaves)
         for executor in pipeline.executors:
             warn_if_edited(*executor.stages)
         check_unchanged(agreed.files)
-        barrier(pipeline.rank)
+        barrier()
         member.pulse.phase = "training"
         leaves.push(held.pop_all())
     return pipeline

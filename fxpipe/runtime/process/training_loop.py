@@ -17,46 +17,81 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from fxpipe.device_copies import ToCpu
-from fxpipe.observe.record import RecordedStep
+import torch
+
+from fxpipe.device_copies import ToCpu, mark
+from fxpipe.observe.record import RecordedStep, ScaledStep
 from fxpipe.plan.spec import Plan
+from fxpipe.runtime.process.row import LimitedRow
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.task.metrics import named_numbers
 
+LAUNCHED = 2
+"""How many actions may be launched and not over: more hold memory, and make a device no busier."""
 
-def posted(coming: Callable[[], Event | None], expect: Callable[[Event], None], ahead: int) -> Iterator[Event | None]:
-    """The events of a row in turn, None where nothing comes for now; `expect` gets each `ahead` events earlier."""
+
+def posted(
+    coming: Callable[[], Event | None], expect: Callable[[Event], None], ahead: int, device: torch.device
+) -> Iterator[Event | None]:
+    """The events of a row in turn, None where nothing comes for now; `expect` gets each `ahead` events earlier.
+
+    The next one comes when the device has done all but the last `LAUNCHED`.
+    """
     window: deque[Event] = deque()
+    launched: deque[Callable[[], None]] = deque()
     while True:
         while len(window) <= ahead and (event := coming()) is not None:
             expect(event)
             window.append(event)
         yield window.popleft() if window else None
+        launched.append(mark(device))
+        if len(launched) > LAUNCHED:
+            launched.popleft()()
+
+
+class EndedStep(NamedTuple):
+    """A minibatch that is over on worker 0, and its loss followed by its metrics, which may be on their way.
+
+    Attributes:
+        names: of the metrics.
+        lr, norm, scaled: as of `RecordedStep`.
+    """
+
+    minibatch: int
+    numbers: ToCpu
+    names: Sequence[str]
+    lr: float | None
+    norm: float | None
+    scaled: ScaledStep | None
+
+    def read(self) -> RecordedStep:
+        """The step with its numbers, waiting for them."""
+        loss, metrics = named_numbers(self.numbers.read(), self.names)
+        return RecordedStep(self.minibatch, loss, self.lr, self.norm, metrics, self.scaled)
 
 
 def train(
     plan: Plan,
     executors: Sequence[Executor],
     transports: Sequence[WiredTransport],
-    coming: Callable[[], Event | None],
+    row: LimitedRow,
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
-    report: Callable[[RecordedStep], None] | None = None,
+    report: Callable[[EndedStep], None] | None = None,
     observers: Sequence[Observer] = (),
-    more: Callable[[], bool] = lambda: False,
+    of_losses: bool = True,
 ) -> None:
     """Run all actions of one process's row, and wait until all that was sent has been received.
 
     Args:
-        coming: gives the next event of the row; None if there is none for now.
-        more: called after None, once all events so far are done: whether more follow. It may wait until that is known.
         feed: in worker 0's process, gives the microbatches of a minibatch.
         report: in worker 0's process, called when it ends a minibatch.
         observers: follow the row.
+        of_losses: they learn its losses; not if those of another replica count.
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first = executors[0]
@@ -69,16 +104,15 @@ def train(
     version = first.store.version
 
     def report_of(minibatch: int) -> None:
-        updater = first.store.updater
-        found = transports[0].recv_loss(minibatch) if remote_loss else losses.pop(minibatch).read()
+        updater, scaled = first.store.updater, None if first.scaler is None else first.scaler.last
+        numbers = ToCpu(transports[0].recv_loss(minibatch)) if remote_loss else losses.pop(minibatch)
         if report is not None:
-            value, metrics = named_numbers(found, plan.metrics)
-            report(RecordedStep(minibatch, value, updater.lr, updater.norm, metrics, first.scaled_step()))
+            report(EndedStep(minibatch, numbers, plan.metrics, updater.lr, first.store.norm, scaled))
 
     def pass_on(worker: int, loss: MinibatchLoss | None) -> None:
         if loss is None:
             return
-        for observer in observers:
+        for observer in observers if of_losses else ():
             observer.loss(*loss)
         if worker:
             of_worker[worker][1].send_loss(loss.value)
@@ -94,7 +128,7 @@ def train(
 
     for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
-    for event in posted(coming, expect, LOOKAHEAD * len(executors)):
+    for event in posted(row.next, expect, LOOKAHEAD * len(executors), first.device):
         if not together or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
@@ -111,7 +145,7 @@ def train(
             for executor in executors:
                 for loss in executor.await_losses():
                     pass_on(executor.worker, loss)
-            if more():
+            if row.more():
                 continue
             owed = first.store.owed
             if owed is None:

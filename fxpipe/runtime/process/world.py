@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.observe.pulse import Pulse, Pulses, Signs, Status
+from fxpipe.observe.pulse import Pulse, Signs, Status
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.throttle import read_throttle
-from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.planner.device import read_throttle
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
+from fxpipe.runtime.process.membership import Member
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
+from fxpipe.runtime.wires.board import TIMES, Board, DictBoard
 from fxpipe.runtime.wires.carriers import Carrier
+from fxpipe.runtime.wires.clocks import read_offset
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
-from fxpipe.runtime.wires.exchange import AgreedStop, Exchange, FolderExchange, StoreExchange, read_offset
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.group import check_no_run_here, peers
 from fxpipe.runtime.wires.message_times import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import JointLaunch
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
-from fxpipe.runtime.wires.run_folder import TIMES
 from fxpipe.runtime.wires.throttled import ThrottledWires
 from fxpipe.runtime.wires.wired import Wires
-from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.not_finite import NotFinite
 
 
 class World(ABC):
@@ -46,8 +42,9 @@ class World(ABC):
         device: of the workers here.
         turns: of the rows here.
         line: the order of the processes, along which they send each other notes.
-        exchange: of short texts with the others; None if there are none.
+        board: what processes say to each other; of this process alone, if there are no others.
         pulse: of this process.
+        alone: there are no other processes.
     """
 
     here: Sequence[int]
@@ -56,13 +53,9 @@ class World(ABC):
     device: torch.device
     turns: Turns
     line: ProcessLine
-    exchange: Exchange | None
+    board: Board
     pulse: Pulse
-
-    @property
-    def alone(self) -> bool:
-        """Whether there are no other processes."""
-        return self.exchange is None
+    alone = False
 
     @abstractmethod
     def open(self, addresses: Addresses) -> None:
@@ -84,10 +77,6 @@ class World(ABC):
     def signs(self) -> list[Signs]:
         """The signs of the processes, by process."""
 
-    @abstractmethod
-    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
-        """Begin to answer, when a worker stops the run, with what the workers here have found."""
-
     def clear(self) -> None:  # noqa: B027
         """Drop all messages in flight between workers here."""
 
@@ -95,34 +84,18 @@ class World(ABC):
         """The run is over."""
 
 
-class NotFiniteAnswers(Protocol):
-    """What all workers have found that is not finite."""
-
-    def ask(self) -> list[list[dict[str, Any]]]:
-        """The answers of the processes that answer in time."""
-
-    def end(self) -> None:
-        """Stop answering."""
-
-
 class AmongProcesses(World):
-    """Each replica of a rank has its own process.
+    """Each replica of a rank has its own process; `member` is this one."""
 
-    Args:
-        process: the number of this one.
-        pulses: of all processes.
-    """
-
-    def __init__(self, plan: Plan, options: RunOptions, process: int, pulse: Pulse, pulses: Pulses) -> None:
+    def __init__(self, member: Member) -> None:
+        plan, options, process = member.agreed.plan, member.agreed.options, member.rank
         self.here, self.turns = (process,), Turns()
         self.device = own_device(plan.device)
-        self.pulse, self._pulses, self._plan, self._process = pulse, pulses, plan, process
+        self.pulse, self._pulses, self.board = member.pulse, member.pulses, member.board
+        self._plan, self._process = plan, process
         self.line = ProcessLine.of(plan, plan.seat(process)[0])
         self._links = read_throttle(options.throttle, plan.processes)
-        self.name = common_backend(self.device, process, plan.processes) if self._links is None else "gloo"
-        with peers(process):
-            exchange = options.exchange
-            self.exchange: Exchange = StoreExchange() if exchange is None else FolderExchange(Path(exchange))
+        self.name = common_backend(self.device) if self._links is None else "gloo"
         self._others: ReplicaProcess | None = None
         self._measures = options.rebalance
 
@@ -131,20 +104,23 @@ class AmongProcesses(World):
         place = process, self.name, addresses.channels, self.device, plan.mesh, self.turns
         ahead = 0
         if self._measures or self._links is not None:
-            with peers(process):
-                ahead = read_offset(process, plan.processes).offset
+            with peers():
+                ahead = read_offset().offset
         links = self._links
         self._wires = ProcessWires(*place) if links is None else ThrottledWires(links, ahead / 1e9, *place)
         if self._measures and self._wires.backend == "gloo":
             self._wires.times, name = MessageTimes(ahead), TIMES.format(process)
-            self.pulse.after_beat.append(partial(self._wires.times.put, partial(self.exchange.set, name)))
+            self.pulse.after_beat.append(partial(self._wires.times.put, partial(self.board.set, name)))
         rank, replica = plan.seat(process)
-        group = replica_group(plan, process, self.name)
-        notes = replica_group(plan, process, "gloo") if self.name == "nccl" else None
+        group = replica_group(plan, self.name)
+        notes = replica_group(plan, "gloo") if self.name == "nccl" else None
         if group is not None:
             count, name = plan.replicas_of(plan.hosted(rank)[0]), process_name(process, plan.mesh)
-            agreement = notes and JointLaunch(self._wires.launching, notes, range(count), replica, 0)
-            self._others = ReplicaProcess(group, replica, count, self.device, self._wires.staged, name, agreement)
+            others = [j for j in range(count) if j != replica]
+            agreement = notes and JointLaunch(self._wires.launching, notes, 0, level=others)
+            self._others = ReplicaProcess(
+                group, replica, count, self.device, self._wires.staged, name, agreement, notes
+            )
         self.name, self.carriers = self._wires.name, self._wires.carriers
 
     def wires(self, process: int) -> Wires:
@@ -159,10 +135,6 @@ class AmongProcesses(World):
     def signs(self) -> list[Signs]:
         return self._pulses.read()
 
-    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
-        with peers(self._process):
-            return AgreedStop(self._process, self._plan.processes, lambda: _found(executors))
-
     def end(self) -> None:
         self._wires.close()
         if self._others is not None:
@@ -176,8 +148,10 @@ class OneProcess(World):
         loopback: what workers have sent each other and not yet received.
 
     Raises:
-        RunError: the options slow messages down.
+        RunError: the options slow messages down; or this process is one of a run.
     """
+
+    alone = True
 
     def __init__(self, plan: Plan, options: PipelineOptions) -> None:
         if options.throttle is not None:
@@ -185,9 +159,10 @@ class OneProcess(World):
                 "workers in one process have no links: --throttle has nothing to slow down",
                 hint="leave out --local, or --throttle",
             )
+        check_no_run_here()
         self.here, self.turns = range(plan.processes), Turns()
         self.name, self.device = "local", torch.device(plan.device)
-        self.line, self.exchange, self.pulse = ProcessLine((0,), 0), None, Pulse()
+        self.line, self.board, self.pulse = ProcessLine((0,), 0), DictBoard(), Pulse()
         self.pulse.phase = "loading"
         self._plan, self.loopback = plan, Loopback(self.turns)
         self._boards = [ReplicaBoard(plan.replicas_of(worker), self.turns) for worker in range(plan.workers)]
@@ -211,21 +186,3 @@ class OneProcess(World):
 
     def signs(self) -> list[Signs]:
         return [Signs.of(self.pulse.numbers)]
-
-    def not_finite(self, executors: Sequence[Executor]) -> NotFiniteAnswers:
-        return _Here(executors)
-
-
-@dataclass(frozen=True)
-class _Here:
-    executors: Sequence[Executor]
-
-    def ask(self) -> list[list[dict[str, Any]]]:
-        return [_found([executor for executor in self.executors if executor.replica == 0])]
-
-    def end(self) -> None:
-        pass
-
-
-def _found(executors: Sequence[Executor]) -> list[dict[str, Any]]:
-    return [asdict(NotFinite.of(executor)) for executor in executors]

@@ -7,6 +7,7 @@
   `one_process` are the wires within a process, whose rows take turns. `carriers` says which is used, and why.
 - `addresses` gives every message its channel and tag; `fxpipe/plan/packing.py` defines its bytes.
 - `collective` adds up and sends what replicas exchange; `replica_group` does it between processes.
+- `board` has what processes say to each other that is no tensor: in a folder, in a store of torch, or in a dict.
 - `environment` reads which process this is; `group` connects the processes, `doors` keeps others out; `exchange` is for
-  texts, objects from all, and clocks; `run_folder` keeps the texts on one machine.
+  calls that all make together, such as an object from each; `clocks` compares clocks.
 """

@@ -15,11 +15,13 @@ Channel = tuple[Any, ...]
 UP, DOWN = "up", "down"
 CALL = "call"
 LOSS = "loss for all"
+HOOKS_CHANGED, HOOKS = "whether hooks changed tensors", "tensors that hooks changed"
 NOTES: dict[str, tuple[str, str]] = {
     **{kind: (kind, f"the note {kind}") for kind in (UP, DOWN)},  # of an update: clipping, loss scaling
-    **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "metrics", "result")},
+    **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "taken", "metrics")},
     CALL: ("token", CALL),  # the next call, and its shape of batch
     LOSS: ("loss", "loss"),
+    **{kind: ("token", kind) for kind in (HOOKS_CHANGED, HOOKS)},
     **{kind: ("token", kind) for kind in CALLBACKS},
 }
 """Kinds of notes, each with the kind and the name of its `Cause`, for a worker that waits for one."""
@@ -212,7 +214,8 @@ def moves(plan: Plan) -> list[Move]:
             for name in (*stage.forward.weights, *stage.forward.buffers):
                 readers.setdefault(aliases[name], set()).add(worker)
     parameters = [(p.name, p.tensor, p.owner, not p.trained) for p in plan.parameters]
-    buffers = [(b.name, b.tensor, b.home, False) for b in plan.buffers if b.home is not None]
+    homes = {b.name: b.home for b in plan.buffers} | dict.fromkeys(plan.followed, 0)
+    buffers = [(b.name, b.tensor, home, False) for b in plan.buffers if (home := homes[b.name]) is not None]
     return [
         Move(name, spec, source, reader, once)
         for name, spec, source, once in (*parameters, *buffers)

@@ -1,7 +1,8 @@
-"""Sums and copies among the replicas of one worker: sums in the order of replicas, with the same bits everywhere."""
+"""Sums and gathers among the replicas of one worker: sums in the order of replicas, with the same bits everywhere."""
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fxpipe.errors import listed
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.wires.one_process import Turns
 
@@ -36,20 +38,13 @@ class Collective(ABC):
         return {}
 
     @abstractmethod
-    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1, sizes: Sequence[int] | None = None) -> None:
         """Begin to add up a vector over the replicas; the sum may be written into it.
 
         Args:
             divisor: the sum is divided by it.
-        """
-
-    @abstractmethod
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
-        """Begin to add up a vector of parts, one for each replica, which receives only the sum of its own part.
-
-        Args:
-            sizes: how many elements each part has, the same on all replicas.
-            divisor: the sum is divided by it.
+            sizes: of the vector's parts, one for each replica, which receives only the sum of its own part; None if
+                each receives the whole sum.
         """
 
     @abstractmethod
@@ -60,9 +55,19 @@ class Collective(ABC):
             sizes: how many elements each vector has.
         """
 
-    @abstractmethod
-    def start_copy(self, key: Key, flat: Tensor) -> None:
-        """Begin to send replica 0's vector to the others, which give a vector of the same size and dtype."""
+    def start_comparison(self, key: Key, value: object) -> None:
+        """Begin to compare a plain value of each replica; `unlike_first` takes the result."""
+        self.start_numbers(key, torch.tensor([zlib.crc32(repr(value).encode())]))
+
+    def start_numbers(self, key: Key, number: Tensor) -> None:
+        """Begin to gather a whole number of each replica, in the CPU's memory, as the result is."""
+        self.start_gather(key, number, [1] * self.replicas)
+
+    def unlike_first(self, key: Key) -> str:
+        """Wait for a comparison; the replicas whose value differs from replica 0's, for a message; empty if none."""
+        first, *others = self.take(key).tolist()
+        unlike = [f"replica {j}" for j, number in enumerate(others, 1) if number != first]
+        return listed(unlike) if unlike else ""
 
     @abstractmethod
     def take(self, key: Key) -> Tensor:
@@ -112,10 +117,6 @@ class ReplicaBoard:
             del self.given[key]
             self.results[key] = made([parts[j] for j in range(self.replicas)]), self.replicas
 
-    def hand_out(self, key: Key, flat: Tensor) -> None:
-        """Replica 0 gives its vector, which is the result."""
-        self.results[key] = flat.clone(), self.replicas - 1
-
     def take(self, key: Key) -> Tensor:
         """The result, for one of the replicas."""
         found, left = self.results.pop(key)
@@ -133,20 +134,14 @@ class LocalCollective(Collective):
         self._board = board
         self._own: dict[Key, slice] = {}  # where this replica's part of a scattered vector is
 
-    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
-        self._board.give(key, self.replica, flat, partial(summed, divisor=divisor))
-
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
-        begin = sum(sizes[: self.replica])
-        self._own[key] = slice(begin, begin + sizes[self.replica])
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1, sizes: Sequence[int] | None = None) -> None:
+        if sizes is not None:
+            begin = sum(sizes[: self.replica])
+            self._own[key] = slice(begin, begin + sizes[self.replica])
         self._board.give(key, self.replica, flat, partial(summed, divisor=divisor))
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._board.give(key, self.replica, own, torch.cat)
-
-    def start_copy(self, key: Key, flat: Tensor) -> None:
-        if self.replica == 0:
-            self._board.hand_out(key, flat)
 
     def take(self, key: Key) -> Tensor:
         if key not in self._board.results:
@@ -165,17 +160,12 @@ class LoneCollective(Collective):
         self.replica, self.replicas = 0, replicas
         self._results: dict[Key, Tensor] = {}
 
-    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
-        self._results[key] = flat.div_(divisor) if divisor > 1 else flat
-
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
-        self.start_sum(key, flat[: sizes[0]].clone(), divisor)
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1, sizes: Sequence[int] | None = None) -> None:
+        total = flat if sizes is None else flat[: sizes[0]].clone()
+        self._results[key] = total.div_(divisor) if divisor > 1 else total
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._results[key] = torch.cat([own, own.new_zeros(sum(sizes[1:]))])
-
-    def start_copy(self, key: Key, flat: Tensor) -> None:
-        pass
 
     def take(self, key: Key) -> Tensor:
         return self._results.pop(key)

@@ -23,27 +23,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.wires.board import Board
 
 if TYPE_CHECKING:
     import torch
 
 MEETING = "meeting"
-"""The file with the secret and the groups, in the folder of the run that only its owner can read."""
+"""The key of the secret and the groups, on the board of the run, which only its owner can read."""
 
 PATIENCE = timedelta(minutes=1)
 """How long a connected process has to prove that it knows the secret."""
 
 
-def prepare_meeting(folder: Path, groups: Sequence[Sequence[int]] = ()) -> None:
-    """Write a new secret, and which processes of the run form groups, into its folder."""
-    with open(os.open(folder / MEETING, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"secret": os.urandom(32).hex(), "groups": groups}, file)
+def prepare_meeting(board: Board, groups: Sequence[Sequence[int]] = ()) -> None:
+    """Write a new secret, and which processes of the run form groups, on its board.
+
+    Raises:
+        RunError: there is no loopback interface over which they could meet.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect(("127.0.0.1", 9))
+        except OSError as error:
+            raise RunError(
+                f"processes of one machine meet over its loopback interface, which is down: {error.strerror}",
+                hint="ip link set lo up; or train in one process: --local",
+            ) from error
+    board.set(MEETING, json.dumps({"secret": os.urandom(32).hex(), "groups": groups}), patient=False)
 
 
-def read_meeting(folder: Path) -> tuple[bytes, list[list[int]]]:
+def read_meeting(board: Board) -> tuple[bytes, list[list[int]]]:
     """The secret, and the groups."""
-    found = json.loads((folder / MEETING).read_text())
-    return bytes.fromhex(found["secret"]), found["groups"]
+    meeting = json.loads(board.wait([MEETING], 0)[0])
+    return bytes.fromhex(meeting["secret"]), meeting["groups"]
 
 
 def greet(worker: int, members: Sequence[int], secret: bytes, group: Any = None) -> None:

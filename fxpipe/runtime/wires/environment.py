@@ -1,4 +1,4 @@
-"""The environment variables by which torchrun, or a user, gives each process of a run its place."""
+"""The environment variables by which torchrun, or a user, gives a process of a run its place; those of CUDA."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ MOST_PORTS = 65535
 
 BEGUN, MOVED = "FXPIPE_BEGUN", "FXPIPE_MOVED"
 """How many times a process, and each other one of its run, has begun again, and why (see `begin_again`)."""
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def widen_queues() -> None:
+    """Let streams of CUDA have 32 hardware queues where no number is set. CUDA reads it once: at its first call.
+
+    A stream that shares a queue with another one's NCCL kernel waits for it; torch's own streams are 32.
+    """
+    os.environ.setdefault(CONNECTIONS, "32")
 
 
 def has_place() -> bool:

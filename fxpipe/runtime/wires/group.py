@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
+from fxpipe.runtime.wires.board import FolderBoard
 from fxpipe.runtime.wires.doors import close_doors, greet, listening, read_meeting
 from fxpipe.runtime.wires.environment import BEGUN, place
 from fxpipe.torch_private import FileStore, PrefixStore
@@ -34,7 +34,7 @@ _timeout: timedelta | None = None  # of the run
 _parts: list[Any] = []  # groups of some processes of the run
 _connected: dict[tuple[int, ...], Any] | None = None  # on one machine, all of them over gloo, by processes
 _outside: Any = None  # the user's own, which is hidden meanwhile
-_name: str | None = None  # what messages call this process, once it is known which workers it has
+_name = "this process"  # what messages call it
 _stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by the environment variables then
 _meetings: Counter[tuple[str | None, ...]] = Counter()
 
@@ -55,30 +55,46 @@ def place_of_process() -> tuple[int, int] | None:
     return None
 
 
-def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None = None, patience: float = 0.0) -> None:
+def check_no_run_here() -> None:
+    """Refuse another run, or pipeline, while this process is one of a run.
+
+    Raises:
+        RunError: it is.
+    """
+    if _group is not None:
+        raise RunError(
+            "this process is one of a run that has not ended, and cannot begin another one or a pipeline",
+            hint="do it after the run, or in a process of its own; close() a pipeline of fxpipe.join before",
+        )
+
+
+def open_group(
+    rank: int, ranks: int, timeout: timedelta, board: FolderBoard | None = None, patience: float = 0.0
+) -> None:
     """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
-        exchange: for a run on this machine, a folder that only its owner can read: the workers meet there, not at a
-            port, and no other process can join (see `fxpipe.runtime.wires.doors`).
+        board: for a run on this machine, its own: the workers meet in its folder, not at a port, and no other process
+            can join (see `fxpipe.runtime.wires.doors`).
         patience: seconds after which one process of each machine says that others are missing, and again at growing
             intervals; 0 for never.
 
     Raises:
         PeerLost: another process is gone.
-        RunError: another process has connected, or GLOO_SOCKET_IFNAME names a network interface that does not exist.
+        RunError: another process has connected, or GLOO_SOCKET_IFNAME names a network interface that does not exist;
+            or as `check_no_run_here`.
     """
     global _group, _outside, _name, _timeout, _connected
+    check_no_run_here()
     _check_interface()
-    _outside, _name, _timeout, _connected = dist.group.WORLD, None, timeout, None
-    with peers(rank):
-        if exchange is not None:
-            folder = Path(exchange)
-            store = FileStore(str(folder / "store"), ranks)
+    _outside, _name, _timeout, _connected = dist.group.WORLD, f"worker {rank}", timeout, None
+    with peers():
+        if board is not None:
+            store = FileStore(str(board.path / "store"), ranks)
             store.set_timeout(timeout)
             store.set(f"here/{rank}", "")
             store.wait([f"here/{other}" for other in range(ranks)])  # so that sockets listen only for a moment
-            secret, groups = read_meeting(folder)
+            secret, groups = read_meeting(board)
             before = listening()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
             greet(rank, range(ranks), secret)
@@ -90,6 +106,8 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
             _connected = made
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
+            # It inherits a device that the user's own is bound to, and torch would split NCCL's groups off it.
+            dist.group.WORLD.bound_device_id = None
         else:
             with _waiting(rank, ranks, patience):
                 store = _fresh_store(timeout)
@@ -149,7 +167,7 @@ def _fresh_store(timeout: timedelta) -> Any:
 
 
 def name_process(name: str) -> None:
-    """Set the name of this process in messages while the group is open."""
+    """Set the name of this process in messages while the group is open, once it is known which workers it has."""
     global _name
     _name = name
 
@@ -209,7 +227,7 @@ def leave_after(error: BaseException) -> None:
 
 
 @contextmanager
-def peers(rank: int) -> Iterator[None]:
+def peers() -> Iterator[None]:
     """Inside, the run's process group, if one is open, is torch's default group.
 
     Raises:
@@ -224,7 +242,7 @@ def peers(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if not means_lost(error):
             raise
-        raise peer_lost(rank, str(error).splitlines()[0]) from error
+        raise peer_lost(str(error).splitlines()[0]) from error
     finally:
         if _group is not None:
             dist.group.WORLD = outside
@@ -235,9 +253,9 @@ def means_lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def peer_lost(rank: int, why: str) -> PeerLost:
+def peer_lost(why: str) -> PeerLost:
     """The error for a process that has lost its connection to another one."""
     return PeerLost(
-        f"{_name or f'worker {rank}'} lost a connection: {why}",
+        f"{_name} lost a connection: {why}",
         hint="another worker stopped first: its own error says why",
     )

@@ -4,16 +4,22 @@ A send, a receive or a sum of NCCL is a kernel that runs until the other process
 waits for the whole device waits for it: loading a kernel, an allocation, `torch.cuda.synchronize` in a user's callback.
 And other kernels may wait for it, since streams share the hardware queues of a device. So a kernel must not be launched
 before all processes are ready for it, and NCCL demands that all processes launch their kernels in the same order. They
-first agree by notes over gloo:
+first agree by notes over gloo. On a message, here with the kernel of a lower rank of the pipeline to the left:
 
-    lower rank: its value is made, or its memory free        higher rank: the same
+    its value is made, or its memory free                    the same
                                             ← ready ─
     takes its lock                          ─ go →            takes its lock
     launches                                ← go ─            launches
 
-A process has one lock for all its kernels. While it holds the lock it waits only for locks of higher ranks, so no
-processes wait for each other in a circle. And all locks of a kernel are held at some moment, which gives its place in
-the order.
+On a sum of replicas, which are all of one rank, each sends each the same two notes:
+
+    its vector is made                      ─ ready →
+    takes its lock                          ─ go →
+    launches
+
+A process has one lock for all its kernels. While it holds the lock it waits only for locks of higher ranks, or, in the
+one sum that is next in all of them, of its own. So no processes wait for each other in a circle. And all locks of a
+kernel are held at some moment, which gives its place in the order.
 """
 
 from __future__ import annotations
@@ -29,24 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-class Notes:
-    """Notes without content, to and from one other process.
-
-    Args:
-        group: over gloo.
-        process: its rank in the group.
-        tag: which nothing else has.
-    """
-
-    def __init__(self, group: Any, process: int, tag: int) -> None:
-        self._group, self._process, self._tag = group, process, tag
-
-    def send(self) -> None:
-        self._group.send([torch.zeros(1)], self._process, self._tag).wait()
-
-    def receive(self) -> None:
-        self._group.recv([torch.zeros(1)], self._process, self._tag).wait()
+from fxpipe.device_copies import mark
 
 
 class JointLaunch:
@@ -55,16 +44,22 @@ class JointLaunch:
     Args:
         lock: of this process.
         notes: the group in which they agree, over gloo.
-        members: their ranks in it, in rising order.
-        own: this process's.
         tag: of the notes, which nothing else has.
+        below, level, above: the others' ranks in the group: processes of lower ranks of the pipeline, of this one and
+            of higher ones.
     """
 
-    def __init__(self, lock: threading.Lock, notes: Any, members: Sequence[int], own: int, tag: int) -> None:
-        place = members.index(own)
-        self._lock = lock
-        self._below = Notes(notes, members[place - 1], tag) if place else None
-        self._above = Notes(notes, members[place + 1], tag) if place + 1 < len(members) else None
+    def __init__(
+        self,
+        lock: threading.Lock,
+        notes: Any,
+        tag: int,
+        below: Sequence[int] = (),
+        level: Sequence[int] = (),
+        above: Sequence[int] = (),
+    ) -> None:
+        self._lock, self._notes, self._tag = lock, notes, tag
+        self._below, self._down, self._up = below, [*below, *level], [*level, *above]
 
     def launch(self, ready: Callable[[], None], begin: Callable[[], Any]) -> Any:
         """Launch a kernel; returns what `begin` returns.
@@ -76,20 +71,20 @@ class JointLaunch:
         Raises:
             Exception: any error of these; from gloo if another process is gone.
         """
-        below, above = self._below, self._above
         ready()
-        if above is not None:
-            above.receive()  # all above are ready
-        if below is not None:
-            below.send()
-            below.receive()  # all below hold their locks
+        self._exchange(self._down, self._up)  # those above and on its level are ready
+        self._exchange([], self._below)  # those below hold their locks
         with self._lock:
-            if above is not None:
-                above.send()
-                above.receive()  # all above hold their locks
-            if below is not None:
-                below.send()
+            self._exchange(self._up, self._up)  # those above and on its level hold theirs
+            self._exchange(self._below, [])
             return begin()
+
+    def _exchange(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Send notes without content to some processes, and receive them from others."""
+        under_way = [self._notes.recv([torch.zeros(1)], source, self._tag) for source in sources]
+        under_way += [self._notes.send([torch.zeros(1)], target, self._tag) for target in targets]
+        for each in under_way:
+            each.wait()
 
 
 class Communicator:
@@ -174,15 +169,6 @@ class NcclLine:
         meeting = Meeting(lambda: agreement.launch(ready, lambda: communicator.begin(way, data)))
         self._meetings.put(meeting)
         return meeting
-
-
-def mark(device: torch.device) -> Callable[[], None]:
-    """Returns a function that waits for what the calling thread has launched on the device so far."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event.synchronize
 
 
 @contextmanager

@@ -119,6 +119,9 @@ class OneProcessWires:
 class Turns:
     """Walks several rows in one thread, each in a greenlet. They take turns in a fixed order, the same in every run.
 
+    Only this object may refer to a row that is held: Python's collector does not look into its frames, which refer to
+    the workers and so to this object. What holds it therefore calls `end`, at the latest by a finalizer.
+
     Attributes:
         draws: rows may draw random numbers, so each has its own state of the generator.
         ranges: of a profiler, if it shows the rows' spans: a row that is held leaves its own.
@@ -162,12 +165,10 @@ class Turns:
             torch.set_grad_enabled(self._grad)
 
     def end(self) -> None:
-        """Stop all rows where they are; they clean up."""
-        rows, self._rows = self._rows, []
-        for row in rows:
-            if row:
-                row.throw()
+        """Stop all rows where they are: nothing refers to them, so they clean up; those of another thread do so there,
+        when it next begins or continues a row."""
         self._waiting.clear()
+        self._rows.clear()
 
     def _walk(self, row: Callable[[], None]) -> None:
         torch.set_grad_enabled(self._grad)  # the row before may have changed it
@@ -193,13 +194,14 @@ class Turns:
         """
         if ready():
             return
-        row = getcurrent()
-        if row.parent is None:
+        row, parent = getcurrent(), getcurrent().parent
+        if parent is None:
             raise stuck(what)
         grad, state = torch.is_grad_enabled(), torch_state() if self.draws else None
         names = [] if self.ranges is None else self.ranges.leave()
         self._waiting[row] = _Held(ready, what, idle)
-        row.parent.switch()
+        del row
+        parent.switch()
         if self.ranges is not None:
             self.ranges.enter(names)
         if grad != torch.is_grad_enabled():

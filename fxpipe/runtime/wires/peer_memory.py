@@ -6,8 +6,10 @@ As in `shared_memory`, with blocks in the memory of the sender's device. Each ha
     receiver    its stream waits for *made*, copies the message out, then *freed*                ← offset ─
 
 A process writes to a pipe once all this is in its stream, before the device has done it. So a device waits only for
-what was launched earlier, whatever else waits for the device; kernels of NCCL do not keep that (see `nccl_lines`). A
-block's page in the file says how to open its memory and *made*, and later *freed*, which the receiver makes.
+what was launched earlier, whatever else waits for the device. Kernels of NCCL do not keep that, and have an order of
+their own (`nccl_lines`): since all streams may share one queue of the device, what waits for another process is put
+there with the same lock. A block's page in the file says how to open its memory and *made*, and later *freed*, which
+the receiver makes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.wires.shared_memory import PAGE, Handles, Receiver, Sender
+from fxpipe.runtime.wires.shared_memory import ALONE, PAGE, Handles, Launching, Receiver, Sender
 from fxpipe.torch_private import opened_memory, shared_memory
 
 _FREED = PAGE // 2
@@ -40,8 +42,8 @@ class PeerSender(Sender):
         RuntimeError: at the first message: the device shares no memory.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        super().__init__(rank, device)
+    def __init__(self, device: torch.device, launching: Launching = ALONE) -> None:
+        super().__init__(device, launching)
         self._there: dict[int, _Block] = {}  # by offset
 
     def _made(self, size: int) -> int:
@@ -59,10 +61,16 @@ class PeerSender(Sender):
         if block.freed is None and page[_FREED]:  # not before the receiver has dropped it once
             block.freed = torch.cuda.Event.from_ipc_handle(self._device, pickle.loads(page[_FREED:]))
         stream = torch.cuda.current_stream(self._device)
-        if block.freed is not None:
-            stream.wait_event(block.freed)
-        block.memory[: flat.nbytes].copy_(flat.view(torch.uint8))
-        block.made.record(stream)
+        with self._launching:
+            if block.freed is not None:
+                stream.wait_event(block.freed)
+            block.memory[: flat.nbytes].copy_(flat.view(torch.uint8))
+            block.made.record(stream)
+
+    def close(self) -> None:
+        super().close()
+        self._there.clear()
+        torch.cuda.ipc_collect()  # in /dev/shm torch counts who has a block open; only this removes these files
 
 
 class PeerReceiver(Receiver):
@@ -72,25 +80,42 @@ class PeerReceiver(Receiver):
         RuntimeError: at the first message: this device does not reach the memory of the other one.
     """
 
-    def __init__(self, rank: int, given: Handles, device: torch.device) -> None:
-        super().__init__(rank, given, device)
+    def __init__(self, given: Handles, device: torch.device, launching: Launching = ALONE) -> None:
+        super().__init__(given, device, launching)
         self._there: dict[int, _Block] = {}
         self._copies = torch.cuda.Stream(device)  # which nothing that is computed here delays
 
+    def has(self, message: tuple[int, int]) -> bool:
+        """Never: a message that is launched may not be made."""
+        return False
+
+    def wait(self, message: tuple[int, int]) -> None:
+        """Wait until a message is launched; the device waits until it is made."""
+        super().wait(message)
+        offset, size = self._here[message]
+        if size:
+            made = self._block(offset).made
+            with self._launching:
+                torch.cuda.current_stream(self._device).wait_event(made)
+
     def _used(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        if offset not in self._there:
-            self._there[offset] = self._opened(offset)
-        block, computing = self._there[offset], torch.cuda.current_stream(self._device)
+        block, computing = self._block(offset), torch.cuda.current_stream(self._device)
         assert block.freed is not None
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(block.made)
-            found = torch.empty(count, dtype=dtype, device=self._device)
-            found.view(torch.uint8).copy_(block.memory[: found.nbytes])
-            block.freed.record(self._copies)
-        computing.wait_event(block.freed)
+        with self._launching:
+            with torch.cuda.stream(self._copies):
+                self._copies.wait_event(block.made)
+                found = torch.empty(count, dtype=dtype, device=self._device)
+                found.view(torch.uint8).copy_(block.memory[: found.nbytes])
+                block.freed.record(self._copies)
+            computing.wait_event(block.freed)
         found.record_stream(computing)
         self._drop(offset)
         return found
+
+    def _block(self, offset: int) -> _Block:
+        if offset not in self._there:
+            self._there[offset] = self._opened(offset)
+        return self._there[offset]
 
     def _opened(self, offset: int) -> _Block:
         page = mmap.mmap(self._file, PAGE, offset=offset)
@@ -99,3 +124,7 @@ class PeerReceiver(Receiver):
         text = pickle.dumps(freed.ipc_handle())
         page[_FREED : _FREED + len(text)] = text
         return _Block(opened_memory(opens, self._device), made, freed)
+
+    def close(self) -> None:
+        super().close()
+        self._there.clear()

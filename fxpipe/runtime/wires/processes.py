@@ -27,6 +27,7 @@ from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.carriers import Carrier
+from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.runtime.wires.group import group_among, peers
 from fxpipe.runtime.wires.message_times import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import Communicator, JointLaunch, NcclLine
@@ -52,13 +53,13 @@ class Posted:
     here = False  # gloo does not say before `wait`
     waited: Callable[[int, int], None] | None = None
 
-    def __init__(self, work: Work, flat: Tensor, rank: int, device: torch.device | None = None) -> None:
-        self._work, self._flat, self._rank, self._device = work, flat, rank, device
+    def __init__(self, work: Work, flat: Tensor, device: torch.device | None = None) -> None:
+        self._work, self._flat, self._device = work, flat, device
 
     def wait(self, what: object = None) -> None:
         """Wait until it has left, or arrived."""
         begin = perf_counter_ns()
-        with peers(self._rank):
+        with peers():
             self._work.wait()
         if self.waited is not None:
             self.waited(begin, perf_counter_ns())
@@ -81,7 +82,7 @@ class ProcessWires:
     Attributes:
         name: how messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'.
         carriers: what carries them in each direction of the plan.
-        launching: the lock with which this process launches kernels of NCCL (see `nccl_lines`).
+        launching: the lock with which this process launches what waits for other devices (see `nccl_lines`).
         times: notes what goes over gloo; None if nothing measures the links.
     """
 
@@ -114,7 +115,7 @@ class ProcessWires:
         directions = self._by_direction(channels)
         if self.shares and device.type in ("cpu", "cuda"):
             ends = (Sender, Receiver) if self._on_cpu else (PeerSender, PeerReceiver)
-            self._shared = connected(rank, list(directions), device, ends)
+            self._shared = connected(rank, list(directions), device, ends, self.launching)
         if backend == "nccl":
             self._connect({way: own for way, own in directions.items() if self._shared.without.get(way, "not tried")})
         self.name = self._shared.kinds(self._memory, backend)
@@ -132,7 +133,7 @@ class ProcessWires:
         flat = flat.cpu() if self.staged else flat
         if self.times is not None:
             self.times.sent(rank, tag, flat.nbytes)
-        return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat, self.rank)
+        return Posted(self._begin(flat, rank, way.channel, tag, way.turn), flat)
 
     def irecv(self, count: int, dtype: torch.dtype, way: Way) -> Receive:
         rank, tag, channel = self._process_of(way.worker, way.replica), self._tag_of(way), way.channel
@@ -142,22 +143,22 @@ class ProcessWires:
             return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
-        found = Posted(self._expect(flat, rank, channel, tag, way.turn), flat, self.rank, target)
+        found = Posted(self._expect(flat, rank, channel, tag, way.turn), flat, target)
         if self.times is not None:
             found.waited = self.times.expected(rank, tag)
         return found
 
     def close(self) -> None:
-        """No more messages through shared memory."""
+        """No more messages through shared memory; called by all processes."""
         shared, self._shared = self._shared, NONE
-        shared.close()
+        shared.close(barrier)
 
     def stays(self, edge: EdgeSpec) -> bool:
         return self._mesh.rank_of(edge.src) == self._mesh.rank_of(edge.dst)
 
     def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Work:
         """Begin to send a tensor to another process; without a channel, over gloo."""
-        with peers(self.rank):
+        with peers():
             if channel is not None and self.backend == "nccl":
                 return self._lines[channel, to].send(flat.view(torch.uint8))  # NCCL does not support all dtypes
             if not self._waits(turn):
@@ -170,7 +171,7 @@ class ProcessWires:
 
     def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Work:
         """Begin to receive what another process sends with `_begin`."""
-        with peers(self.rank):
+        with peers():
             if channel is not None and self.backend == "nccl":
                 return self._lines[channel, source].receive(flat.view(torch.uint8))
             if not self._waits(turn):
@@ -223,7 +224,7 @@ class ProcessWires:
 
     def _connect_two(self, sender: int, receiver: int, channels: Sequence[Channel]) -> None:
         both, probe = sorted((sender, receiver)), torch.zeros(1, dtype=torch.uint8, device=self.device)
-        with peers(self.rank):
+        with peers():
             group = group_among(both, "nccl")
             if group is None:
                 return
@@ -233,5 +234,6 @@ class ProcessWires:
             notes = dist.group.WORLD
         communicator = Communicator(group, both.index(other))
         for channel in channels:
-            agreement = JointLaunch(self.launching, notes, both, self.rank, self._tags[channel])
+            place = {"above" if self.rank < other else "below": [other]}
+            agreement = JointLaunch(self.launching, notes, self._tags[channel], **place)
             self._lines[channel, other] = NcclLine(communicator, agreement, self.device)

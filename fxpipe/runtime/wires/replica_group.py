@@ -17,19 +17,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import mark
 from fxpipe.errors import PeerLost
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import group_among, means_lost, peers
-from fxpipe.runtime.wires.nccl_lines import JointLaunch, mark, own_stream
+from fxpipe.runtime.wires.nccl_lines import JointLaunch, own_stream
 
 _SUMMED_BY_GLOO = {torch.float32, torch.float64, torch.int64}
 """Dtypes for which gloo's sum of two has the same bits as torch's."""
@@ -38,9 +39,9 @@ Job = Callable[[], Callable[[], Tensor]]
 """Does or launches an exchange; what it returns waits for the result on the device."""
 
 
-def replica_group(plan: Plan, process: int, backend: str) -> Any:
+def replica_group(plan: Plan, backend: str) -> Any:
     """The process group of the replicas of this process's rank; None if there is one replica. All processes call it."""
-    with peers(process):
+    with peers():
         made = [group_among(members, backend) for members in plan.mesh.groups]
     return next((group for group in made if group is not None), None)
 
@@ -54,6 +55,7 @@ class ReplicaProcess:
         staged: the group cannot carry the device's tensors: they go through the CPU's memory.
         name: of this process, in errors.
         agreement: of the replicas, over NCCL; else None.
+        notes: the group of the replicas over gloo; None if `group` is.
 
     Attributes:
         sent: the bytes sent to other processes, by worker and what was exchanged.
@@ -68,14 +70,14 @@ class ReplicaProcess:
         staged: bool,
         name: str,
         agreement: JointLaunch | None = None,
+        notes: Any = None,
     ) -> None:
         self.replica, self.replicas = replica, replicas
         self.sent: Counter[tuple[int, str]] = Counter()
         self._now = (0, "")
         self._others = [j for j in range(replicas) if j != replica]
         self._group, self._device, self._staged, self._name = group, device, staged, name
-        self._agreement = agreement
-        self._not_taken: Any = None  # the last call that has no result on this replica
+        self._agreement, self._notes = agreement, group if notes is None else notes
         self._begun: dict[tuple[int, Key], Callable[[], Tensor]] = {}  # functions that wait for a result
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Callable[[], Tensor]]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -84,8 +86,11 @@ class ReplicaProcess:
         """The exchanges of a worker of this process."""
         return WorkerCollective(self, worker)
 
-    def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int) -> None:
-        """Begin to add up a worker's vector over the replicas, and divide the sum."""
+    def start_sum(self, worker: int, key: Key, flat: Tensor, divisor: int, sizes: Sequence[int] | None) -> None:
+        """Begin to add up a worker's vector, or this replica's part of it, over the replicas, and divide the sum."""
+        if sizes is not None:
+            self.begin(worker, key, partial(self.scatter, sizes=sizes, divisor=divisor), flat)
+            return
         if self._agreement is not None or self.replicas != 2 or flat.dtype not in _SUMMED_BY_GLOO:
             self.begin(worker, key, partial(self.sum, divisor=divisor), flat)
             return
@@ -95,27 +100,19 @@ class ReplicaProcess:
         self._begun[worker, key] = partial(self._called, work, flat, divisor)
         self.sent[worker, key[0]] += flat.nbytes  # half of it, and the sum of the other half
 
-    def start_copy(self, worker: int, key: Key, flat: Tensor) -> None:
-        """Begin to send replica 0's vector to the others."""
-        taken = self.replica > 0
-        if self._agreement is not None:
-            self.begin(worker, key, self.copy, flat, taken)
-            return
-        self.sent[worker, key[0]] += 0 if taken else flat.nbytes * (self.replicas - 1)
-        flat = flat.cpu() if self._staged else flat.clone()
+    def start_numbers(self, worker: int, key: Key, number: Tensor) -> None:
+        """Begin to gather a whole number of each replica, over gloo: no device is waited for."""
+        numbers = number.new_empty(self.replicas)
         with self._talk():
-            work = self._group.broadcast([_bytes(flat)])
-        if taken:
-            self._begun[worker, key] = partial(self._called, work, flat)
-        else:
-            self._not_taken = work
+            work = self._notes.allgather([list(numbers.split(1))], [number])
+        self._begun[worker, key] = partial(self._called, work, numbers, device=numbers.device)
+        self.sent[worker, key[0]] += number.nbytes * len(self._others)
 
-    def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor, taken: bool = True) -> None:
-        """Begin an exchange of a worker; `taken` says whether its result will be used here."""
+    def begin(self, worker: int, key: Key, run: Callable[[Tensor], Tensor], flat: Tensor) -> None:
+        """Begin an exchange of a worker."""
         run = partial(self._counted, (worker, key[0]), run)
         result: Future[Callable[[], Tensor]] = Future()
-        if taken:
-            self._begun[worker, key] = lambda: result.result()()
+        self._begun[worker, key] = lambda: result.result()()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fxpipe-replicas", daemon=True)
             self._thread.start()
@@ -136,9 +133,6 @@ class ReplicaProcess:
 
     def end(self) -> None:
         """No more exchanges."""
-        if self._not_taken is not None:
-            with suppress(RuntimeError):  # a replica is gone
-                self._not_taken.wait()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -162,14 +156,6 @@ class ReplicaProcess:
         parts = found.split(list(sizes))
         parts[self.replica].copy_(own)
         self._exchange([own] * self.replicas, parts)
-        return found
-
-    def copy(self, flat: Tensor) -> Tensor:
-        """Replica 0's vector."""
-        found = flat.clone()
-        self.sent[self._now] += 0 if self.replica else flat.nbytes * (self.replicas - 1)
-        with self._talk():
-            self._group.broadcast([_bytes(found)]).wait()
         return found
 
     def _parts(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -197,10 +183,10 @@ class ReplicaProcess:
             for one in under_way:
                 one.wait()
 
-    def _called(self, work: Any, result: Tensor, divisor: int = 1) -> Tensor:
+    def _called(self, work: Any, result: Tensor, divisor: int = 1, device: torch.device | None = None) -> Tensor:
         with self._talk():
             work.wait()
-        return (result.div_(divisor) if divisor > 1 else result).to(self._device)
+        return (result.div_(divisor) if divisor > 1 else result).to(device or self._device)
 
     def _exchanged(self, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
         found = run(flat)
@@ -270,18 +256,14 @@ class WorkerCollective(Collective):
     def sent(self) -> Mapping[str, int]:
         return {what: size for (worker, what), size in sorted(self._process.sent.items()) if worker == self._worker}
 
-    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1) -> None:
-        self._process.start_sum(self._worker, key, flat, divisor)
+    def start_sum(self, key: Key, flat: Tensor, divisor: int = 1, sizes: Sequence[int] | None = None) -> None:
+        self._process.start_sum(self._worker, key, flat, divisor, sizes)
 
-    def start_scatter(self, key: Key, flat: Tensor, sizes: Sequence[int], divisor: int = 1) -> None:
-        run = partial(self._process.scatter, sizes=sizes, divisor=divisor)
-        self._process.begin(self._worker, key, run, flat)
+    def start_numbers(self, key: Key, number: Tensor) -> None:
+        self._process.start_numbers(self._worker, key, number)
 
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
         self._process.begin(self._worker, key, partial(self._process.gather, sizes=sizes), own)
-
-    def start_copy(self, key: Key, flat: Tensor) -> None:
-        self._process.start_copy(self._worker, key, flat)
 
     def take(self, key: Key) -> Tensor:
         if self.watch is None:

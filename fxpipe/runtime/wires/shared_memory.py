@@ -20,16 +20,15 @@ import socket
 import struct
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.runtime.wires.exchange import gathered
-from fxpipe.runtime.wires.group import peer_lost, peers
+from fxpipe.runtime.wires.group import peer_lost
 from fxpipe.runtime.wires.wired import Waiting
 
 SWITCH = "FXPIPE_SHARED_MEMORY"
@@ -40,14 +39,26 @@ _READ = 170 * _SENT.size
 _DROPPED = struct.Struct("=Q")
 PAGE = mmap.ALLOCATIONGRANULARITY
 CPU = torch.device("cpu")
+Launching = AbstractContextManager[Any]
+ALONE: Launching = nullcontext()
+"""For a device of which no other thread uses the queue."""
+
+_CURES = {
+    "pidfd": "leave expandable_segments out of PYTORCH_ALLOC_CONF, or set kernel.yama.ptrace_scope to 0",
+    "cudaMallocAsync": "leave backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF",
+}
+"""By a word in torch's reason why devices share no memory, what would let them."""
 
 _TRIAL, _TRIED = 0, 1024
 """The line of the message that tries a direction, before those with numbers from 1 on; and its numbers."""
 
 
+_LARGE = 2**20
+
+
 def rounded(size: int) -> int:
-    """The bytes of a block for a message of this size."""
-    return -(-size // PAGE) * PAGE
+    """The bytes of a block for a message of this size: if large, a power of two, so that blocks have few sizes."""
+    return -(-size // PAGE) * PAGE if size <= _LARGE else 1 << (size - 1).bit_length()
 
 
 class Handles(NamedTuple):
@@ -97,12 +108,12 @@ class Sender:
     """One end of a direction.
 
     Args:
-        rank: of this process.
         device: that computes what is sent.
+        launching: held while what waits for another process is put into the device's queue.
     """
 
-    def __init__(self, rank: int, device: torch.device = CPU) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, device: torch.device = CPU, launching: Launching = ALONE) -> None:
+        self._device, self._launching = device, launching
         self._file = os.memfd_create("fxpipe")
         self._theirs, self._sent = os.pipe()
         self._dropped, self._they_drop = os.pipe()
@@ -131,7 +142,7 @@ class Sender:
         try:
             os.write(self._sent, _SENT.pack(line, offset, size))
         except OSError as error:
-            raise peer_lost(self._rank, "Broken pipe") from error
+            raise peer_lost("Broken pipe") from error
 
     def _block(self, size: int) -> int:
         """The offset of a free block."""
@@ -169,8 +180,8 @@ class Receiver:
         OSError: this process must not open what the sender has.
     """
 
-    def __init__(self, rank: int, given: Handles, device: torch.device = CPU) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, given: Handles, device: torch.device = CPU, launching: Launching = ALONE) -> None:
+        self._device, self._launching = device, launching
         there = f"/proc/{given.process}/fd"
         self._file = os.open(f"{there}/{given.file}", os.O_RDWR | os.O_CLOEXEC)
         self._sent = os.open(f"{there}/{given.sent}", os.O_RDONLY | os.O_CLOEXEC)
@@ -197,7 +208,7 @@ class Receiver:
         """
         while message not in self._here:
             if not (read := os.read(self._sent, _READ)):
-                raise peer_lost(self._rank, "Connection closed by peer")
+                raise peer_lost("Connection closed by peer")
             for line, offset, size in _SENT.iter_unpack(read):
                 self._arrived[line] += 1
                 self._here[line, self._arrived[line]] = offset, size
@@ -269,12 +280,18 @@ class Ends(NamedTuple):
         """How messages travel in the whole run: by names of shared memory and of what is used otherwise."""
         return " and ".join(sorted({otherwise if why else shared for why in self.without.values()})) or otherwise
 
-    def close(self) -> None:
-        """No more messages."""
-        for sender in self.senders.values():
-            sender.close()
+    def close(self, meet: Callable[[], None]) -> None:
+        """No more messages.
+
+        Args:
+            meet: waits for all processes of the run: the memory of a device is free once no receiver has it open.
+        """
         for receiver in self.receivers.values():
             receiver.close()
+        if "" in self.without.values():
+            meet()
+        for sender in self.senders.values():
+            sender.close()
 
 
 NONE = Ends({}, {}, {})
@@ -285,16 +302,16 @@ def connected(
     directions: Sequence[tuple[int, int]],
     device: torch.device = CPU,
     ends: tuple[type[Sender], type[Receiver]] = (Sender, Receiver),
+    launching: Launching = ALONE,
 ) -> Ends:
     """Connect the processes that can share memory, as a message in each direction tries; called by all of a run.
 
     Args:
         directions: the sender and the receiver of each, the same list in every process.
         ends: the kinds of a sender and a receiver.
+        launching: as of `Sender`.
     """
-    with peers(rank):
-        ranks = dist.get_world_size()
-    places = gathered(Whereabouts.here(), rank, ranks)
+    places = gathered(Whereabouts.here())
     without = {(one, other): places[one].separates(places[other]) for one, other in directions}
     shared = [way for way, why in without.items() if not why]
     senders, receivers = dict[int, Sender](), dict[int, Receiver]()
@@ -302,25 +319,25 @@ def connected(
     message = torch.arange(_TRIED, dtype=torch.int32, device=device)
     for one, other in shared:
         if one == rank:
-            senders[other] = ends[0](rank, device)
+            senders[other] = ends[0](device, launching)
             with _said(refused, (one, other)):
                 senders[other].send(_TRIAL, message)
     sent = {other: sender.handles for other, sender in senders.items() if (rank, other) not in refused}
-    given = gathered(sent, rank, ranks)
+    given = gathered(sent)
     for one, other in shared:
         if other == rank and rank in given[one]:
             with _said(refused, (one, other)):
-                receivers[one] = ends[1](rank, given[one][rank], device)
+                receivers[one] = ends[1](given[one][rank], device, launching)
                 receivers[one].wait((_TRIAL, 1))
                 if not torch.equal(receivers[one].take((_TRIAL, 1), _TRIED, message.dtype), message):
                     raise RuntimeError("what arrives is not what was sent")
-    failed = {way: why for each in gathered(refused, rank, ranks) for way, why in each.items()}
+    for one in [one for one in receivers if (one, rank) in refused]:
+        receivers.pop(one).close()
+    failed = {way: why for each in gathered(refused) for way, why in each.items()}
     for other, sender in [*senders.items()]:
         sender.met()
         if (rank, other) in failed:
             senders.pop(other).close()
-    for one in [one for one in receivers if (one, rank) in failed]:
-        receivers.pop(one).close()
     return Ends(senders, receivers, without | failed)
 
 
@@ -332,4 +349,5 @@ def _said(refused: dict[tuple[int, int], str], way: tuple[int, int]) -> Iterator
     except OSError:
         refused[way] = "the system does not let one process open the other's memory"
     except RuntimeError as error:
-        refused[way] = str(error).partition("\n")[0]
+        why = str(error).partition("\n")[0]
+        refused[way] = "; ".join([why, *(cure for word, cure in _CURES.items() if word in why)])

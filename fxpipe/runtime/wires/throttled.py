@@ -136,7 +136,7 @@ class ThrottledWires(ProcessWires):
 
     def _begin(self, flat: Tensor, to: int, channel: Channel | None, tag: int, turn: int) -> Any:
         now, work = perf_counter(), super()._begin(flat, to, channel, tag, turn)
-        with peers(self.rank):
+        with peers():
             group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
         assert group is not None
         message = _SlowSend(work, lambda word: group.send([word.add_(self._ahead)], to, _WORDS + tag))
@@ -152,7 +152,7 @@ class ThrottledWires(ProcessWires):
 
     def _expect(self, flat: Tensor, source: int, channel: Channel | None, tag: int, turn: int) -> Any:
         arrives, work = torch.empty(1, dtype=torch.float64), super()._expect(flat, source, channel, tag, turn)
-        with peers(self.rank):
+        with peers():
             return _SlowReceive(work, dist.irecv(arrives, source, tag=_WORDS + tag), arrives, self._ahead)
 
     def _carry(self, to: int) -> None:

@@ -10,20 +10,14 @@ from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.engines.attach import engines_of, equip
 from fxpipe.errors import RunError
-from fxpipe.observe.staleness import StalenessLog
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
-from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.averages import make_averages
-from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
-from fxpipe.runtime.worker.loss_scaler import make_scaler
 from fxpipe.runtime.worker.offload import Offload, check_offload
-from fxpipe.runtime.worker.outer_step import OuterStep
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import LoadedStage, load_stage
 from fxpipe.task.model_file import Task
@@ -31,38 +25,31 @@ from fxpipe.task.reset_buffers import BuffersReset
 
 
 def open_worker(
-    plan: Plan,
+    setting: WorkerSetting,
     folder: str | Path,
-    worker: int,
-    recipe: Recipe,
     transport: Transport,
-    task: Task,
-    options: PipelineOptions,
-    device: torch.device | str = "cpu",
-    keep_gradients: bool = False,
     continue_after: int | None = None,
     checkpoint: Checkpoint | None = None,
-    collective: Collective | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
     Args:
         folder: of the build.
-        recipe: of the run, or of this worker (`Recipe.of_worker`).
-        keep_gradients: keep the gradients of the last update.
         continue_after: the step after which an interrupted run continues; None starts a new run.
         checkpoint: the weights to start from; None takes the build's, or the model's own.
-        collective: what this replica exchanges with the worker's other replicas; None if there are none.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
-        TaskError: the build has no values of the parameters, and the model does not initialise them.
+        TaskError: the build has no values of the parameters, and the model does not initialise them; or a hook of the
+            user returned no optimizer of these parameters, or no scheduler.
+        PolicyError: the policy has an option that does not work with this optimizer.
         BackendError: the engine is not available, or cannot run the stage.
         RunError: saved values are to be offloaded, and the device is not a CUDA device.
     """
+    plan, worker, task, options, device = setting.plan, setting.worker, setting.task, setting.options, setting.device
     if plan.sharded:
         _check_shares(options, task)
-    folder, recipe = Path(folder), recipe.of_worker(worker)
+    folder = Path(folder)
     if options.offload:
         check_offload(device)
     stages = []
@@ -70,33 +57,14 @@ def open_worker(
         spec = of_shape.stages[worker]
         stages.append(on_engines(of_shape, worker, load_stage(folder / spec.file, spec), folder, options, device))
     parts = plan.stages[worker].parts.values()
-    read = {recipe.demand.parameters[name].name for part in parts for name in part.weights}
+    read = {setting.recipe.demand.parameters[name].name for part in parts for name in part.weights}
     if continue_after is not None:  # the owners send the others
         read = {p.name for p in plan.parameters if p.name in read and not p.trained}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
-    held = {b.name: tensors.pop(b.name) for b in buffers}
-    store = WeightStore(
-        plan,
-        worker,
-        recipe.demand,
-        transport,
-        tensors,
-        task,
-        keep_gradients,
-        make_clip(options.clip_norm, plan, worker, recipe),
-        make_scaler(options, plan, worker, recipe),
-        options.seed,
-        collective if plan.outer is None else None,
-    )
-    if plan.outer is not None and collective is not None:
-        store.outer = OuterStep(plan.outer, store.trained, collective, device, (options.seed, worker))
-    store.updater.steps_per_epoch = options.steps_per_epoch
-    store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
-    if options.log_staleness and (collective is None or collective.replica == 0):  # one log is enough
-        store.staleness = StalenessLog(recipe.demand, worker, store.trained)
-    executor = Executor(plan, worker, stages, store, held, transport, options.seed, device, collective)
+    setting.buffers |= {b.name: tensors.pop(b.name) for b in buffers}
+    executor = Executor(setting, stages, WeightStore(setting, transport, tensors), transport)
     executor.offload = Offload(device) if options.offload else None
     executor.resets = BuffersReset(plan, task.reset, options.seed) if task.resets else None
     return executor

@@ -4,65 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fxpipe.checkpoint.shard import Tensors
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.task.model_file import Task
+from fxpipe.runtime.worker.part import UpdatePart
+from fxpipe.runtime.worker.setting import WorkerSetting
 
 
-class Averages(Protocol):
+class Averages(UpdatePart):
     """Averages of the parameters that a worker trains."""
 
-    def update(self) -> None:
-        """The optimizer has made a step."""
+    name = "averages"
+    form = Tensors
+
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        """The averages that a run asks for. All workers of a run get the same kind.
+
+        Raises:
+            FxpipeError: the run asks for two averages.
+        """
+        if setting.options.ema is not None and setting.task.averages:
+            raise FxpipeError(
+                "two averages of the weights are asked for: by --ema and by averaged()",
+                hint="leave out --ema, or the hook averaged()",
+            )
+        if setting.options.ema is not None:
+            yield MovingAverage(setting, setting.options.ema)
+        elif setting.task.averages:
+            yield KeptByOptimizer(setting)
 
     def read(self) -> dict[str, Tensor]:
         """The present averages by name; a parameter without one is its own average."""
+        raise NotImplementedError
 
 
-class MovingAverage:
+class MovingAverage(Averages):
     """`torch.optim.swa_utils.AveragedModel` over the worker's own parameters.
 
     Args:
         decay: the share of the old average that each update keeps; the first update copies the weights.
     """
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(self, setting: WorkerSetting, decay: float) -> None:
+        trained = setting.trained
+        self.alike = setting.plan.outer is None
         self._names = list(trained)
         self._live = nn.ParameterList(trained.values())
         self._averaged = AveragedModel(self._live, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
-    def update(self) -> None:
+    def apply(self, minibatch: int) -> None:
         if self._names:
             self._averaged.update_parameters(self._live)
 
-    def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
-        """Continue from what `read` gave after this many updates; an average that is missing keeps its value."""
-        if not self._names:
+    def state(self, version: int) -> Any:
+        return self.read()
+
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        averages = {name: value for state in states for name, value in state.items()}
+        if not self._names or not averages:
             return
         for name, average in zip(self._names, self._averaged.module.parameters(), strict=True):
-            if name in averages:
+            if name in averages:  # else it keeps its value
                 average.data.copy_(averages[name])
-        self._averaged.n_averaged.fill_(updates)
+        self._averaged.n_averaged.fill_(version)
 
     def read(self) -> dict[str, Tensor]:
         return dict(zip(self._names, (p.detach() for p in self._averaged.module.parameters()), strict=True))
 
 
-class KeptByOptimizer:
-    """What the model file's `averaged(optimizer, named_parameters)` returns at each call."""
+class KeptByOptimizer(Averages):
+    """What the model file's `averaged(optimizer, named_parameters)` returns at each call; the optimizer saves them."""
 
-    def __init__(
-        self, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
-    ) -> None:
-        self._task, self._optimizer, self._trained = task, optimizer, trained
-
-    def update(self) -> None:
-        """The optimizer keeps them itself."""
+    def __init__(self, setting: WorkerSetting) -> None:
+        self._task, self._trained, self._optimizer = setting.task, setting.trained, setting.optimizer
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the averages, each with the shape and memory layout of its parameter.
@@ -110,33 +130,6 @@ def _put_back(parameters: Collection[nn.Parameter]) -> Iterator[None]:
         for parameter, memory, values in before:
             parameter.data = memory
             memory.copy_(values)
-
-
-def make_averages(
-    ema: float | None, task: Task, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, nn.Parameter]
-) -> Averages | None:
-    """The averages that a run asks for; None if it asks for none. All workers of a run get the same kind.
-
-    Raises:
-        FxpipeError: the decay is not between 0 and 1, or the run asks for two averages.
-    """
-    if ema is None:
-        return KeptByOptimizer(task, optimizer, trained) if task.averages else None
-    if not 0 < ema < 1:
-        raise FxpipeError(
-            f"--ema {ema} is not between 0 and 1", hint="--ema 0.999 keeps 0.999 of the average at each update"
-        )
-    if task.averages:
-        raise FxpipeError(
-            "two averages of the weights are asked for: by --ema and by averaged()",
-            hint="leave out --ema, or the hook averaged()",
-        )
-    return MovingAverage(trained, ema)
-
-
-def averages_of(workers: Sequence[Averages | None]) -> list[dict[str, Tensor]] | None:
-    """The present averages of each worker; None if there are none."""
-    return [averages.read() for averages in workers if averages is not None] or None
 
 
 def _fits(value: object, parameter: nn.Parameter | None) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Past, Sent, Shard
 from fxpipe.messages import warn
-from fxpipe.runtime.wires.exchange import Exchange
-from fxpipe.runtime.wires.run_folder import ASKED
+from fxpipe.runtime.wires.board import ASKED, Board
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.weights import WeightStore
@@ -140,8 +139,8 @@ class Captures(Observer):
 def shard_at_rest(executor: Executor) -> Shard:
     """A worker's shard after a flush, with nothing in flight."""
     store = executor.store
-    for field in store.updater.notes.fields:
-        field.begin()  # as the next segment will
+    for part in store.parts:
+        part.emptied()  # as the next segment will
     shard = Shard(store.version, store.version)
     _copy_into(shard, executor, executor.buffers, executor.codec_memories())
     return shard
@@ -149,7 +148,7 @@ def shard_at_rest(executor: Executor) -> Shard:
 
 def _is_whole(executor: Executor) -> bool:
     """Whether a replica's shard is whole: the first replica's is, and that of each where they train separately."""
-    return executor.replica == 0 or executor.store.outer is not None
+    return executor.replica == 0 or executor.store.demand.plan.outer is not None
 
 
 def _copy_into(
@@ -163,9 +162,8 @@ def _copy_into(
     if _is_whole(executor):
         shard.parameters = _all_copied(store.saved)
         shard.buffers = _all_copied(buffers)
+    if _is_whole(executor) or store.setting.shares:
         shard.state = _copy(store.state(), {})
-    elif store.shared is not None:
-        shard.state = _copy({"updater": store.updater.state(), "averages": None}, {})
 
 
 def _warn_of_unsaved(executor: Executor) -> None:
@@ -219,15 +217,14 @@ def _copy(value: Any, done: dict[int, Tensor]) -> Any:
 PERIOD = 1.0
 """Seconds between two entries, if steps are shorter."""
 
-GLANCE = 0.002
-"""Seconds between two attempts to read an entry."""
-
 
 class _AgendaEntry(NamedTuple):
-    """The step of a checkpoint, if one is due; whether the run stops after it; how many steps to the next entry."""
+    """The step of a checkpoint, if one is due; whether the run stops after it, or if it can be written moves; how many
+    steps to the next entry."""
 
     save: int | None
     stop: bool
+    moves: bool
     steps: int
 
 
@@ -246,15 +243,16 @@ class Agenda:
         ahead: how many steps in advance a checkpoint must be known.
         seconds: between two checkpoints; None makes none by time.
         writes: this process has worker 0.
-        asked: whether this process was asked to stop the run; another one notes it for worker 0's.
+        asked: whether this process was asked to stop the run: it says so on the board, for worker 0.
 
     Attributes:
         stop: the last checkpoint, after which the run stops; None while it goes on.
+        moves: it stops to begin again, and goes on if the checkpoint cannot be written.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        board: Board,
         step: int,
         ahead: int,
         seconds: float | None,
@@ -262,7 +260,8 @@ class Agenda:
         asked: Callable[[], bool],
     ) -> None:
         self.stop: int | None = None
-        self._exchange = exchange
+        self.moves = False
+        self._board = board
         self._ahead = ahead
         self._seconds = seconds
         self._writes = writes
@@ -288,37 +287,41 @@ class Agenda:
             over: how many minibatches have their loss in all replicas. All their forwards have begun on every worker,
                 so their entries will not be read again.
         """
-        if minibatch != self._next or self.stop is not None:
+        if minibatch != self._next or (self.stop is not None and not self.moves):
             return
+        if self._asked():
+            self._board.set(ASKED, "")
         entry = self._written(minibatch, over) if self._writes else self._read(minibatch)
         self._next = minibatch + entry.steps
         if entry.save is not None:
             self._steps = {step for step in self._steps if step > minibatch - self._ahead} | {entry.save}
         if entry.stop:
-            self.stop = entry.save
+            self.stop, self.moves = entry.save, entry.moves
+
+    def go_on(self, step: int) -> None:
+        """The run does not stop after the checkpoint at this step."""
+        if self.stop == step:
+            self.stop = None
 
     def _written(self, minibatch: int, over: int) -> _AgendaEntry:
-        self._exchange.forget([_key(earlier) for earlier in self._unforgotten if earlier < over])
+        self._board.forget([_key(earlier) for earlier in self._unforgotten if earlier < over])
         self._unforgotten = [earlier for earlier in self._unforgotten if earlier >= over] + [minibatch]
         now = monotonic()
         before, then = self._entered
         pace = (now - then) / (minibatch - before) if minibatch > before else PERIOD
         self._entered = (minibatch, now)
-        stop = self._asked() or self._exchange.get([ASKED]) is not None
+        asked = self._board.get(ASKED)
+        stop = self.stop is None and asked is not None
         save = stop or (self._seconds is not None and now - self._saved >= self._seconds)
         if save:
             self._saved = now
         steps = max(1, round(PERIOD / max(pace, 1e-6)))
-        entry = _AgendaEntry(minibatch + self._ahead if save else None, stop, steps)
-        self._exchange.set(_key(minibatch), json.dumps(entry))
+        entry = _AgendaEntry(minibatch + self._ahead if save else None, stop, bool(asked), steps)
+        self._board.set(_key(minibatch), json.dumps(entry))
         return entry
 
     def _read(self, minibatch: int) -> _AgendaEntry:
-        if self._asked():
-            self._exchange.set(ASKED, "")
-        while (found := self._exchange.get([_key(minibatch)])) is None:
-            sleep(GLANCE)
-        return _AgendaEntry(*json.loads(found[0]))
+        return _AgendaEntry(*json.loads(self._board.wait([_key(minibatch)])[0]))
 
 
 def _key(minibatch: int) -> str:

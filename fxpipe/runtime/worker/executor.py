@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
-from fxpipe.observe.record import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
-from fxpipe.runtime.wires.collective import Collective
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.between_replicas import BetweenReplicas
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.offload import Away, Offload
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -47,18 +47,17 @@ class MinibatchLoss(NamedTuple):
 class Executor:
     """Executes the actions of one worker, one after the other.
 
+    Random parts seed torch from the run's seed and the action, so that random numbers do not depend on what ran before.
+
     Args:
         stages: the worker's, one for each shape of batch.
-        buffers: the worker's buffers by their first name; forwards replace their values, never in place.
-        seed: of the run; random parts seed torch from it and the action, so that random numbers do not depend on what
-            ran before.
 
     Attributes:
         schedule: of the run.
         watch: where the worker's time goes.
         shape_of: gives the index of the shape of a minibatch.
-        draws: whether a stage draws random numbers.
         observers: what follows this worker; the list is its store's.
+        as_read: followed buffers of minibatches in flight, as their forwards read them (see `StateOfHooks`).
         kept: buffers that `state` will return, by version, as the minibatch of that number read them (see
             `BuffersKept`).
         scaler: gives the scale of the loss; None where it is not scaled.
@@ -69,37 +68,24 @@ class Executor:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        worker: int,
-        stages: Sequence[LoadedStage],
-        store: WeightStore,
-        buffers: dict[str, Tensor],
-        transport: Transport,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        collective: Collective | None = None,
+        self, setting: WorkerSetting, stages: Sequence[LoadedStage], store: WeightStore, transport: Transport
     ) -> None:
-        self.worker = worker
-        self.collective = collective
-        self.replica = 0 if collective is None else collective.replica
+        plan = setting.plan
+        self.setting = setting
+        self.worker = setting.worker
+        self.replica = setting.replica
         self.store = store
-        self.observers = store.observers
-        self.buffers = buffers
+        self.observers = setting.observers
+        self.buffers = setting.buffers
         self.transport = transport
-        self.seed = seed
-        self.device = torch.device(device)
+        self.device = setting.device
         self.watch = transport.watch = Watch(self.device)
-        if collective is not None:
-            collective.watch = self.watch
+        if setting.collective is not None:
+            setting.collective.watch = self.watch
         self.schedule = store.demand.schedule
         self._last = self.schedule.microbatches - 1
-        self._divisor = plan.loss_divisor
-        self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
-        self.draws = False
-        self.scaler = store.updater.scaler
-        self._plan = plan
+        self.scaler = store.part(LossScaler)
         self._stages: list[StageOfShape] = []
         self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # by shape and phase: the parts that an action runs
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
@@ -109,30 +95,29 @@ class Executor:
         self._loss: Tensor | None = None
         self.resets: BuffersReset | None = None
         self.offload: Offload | None = None
+        self.as_read: dict[int, dict[str, Tensor]] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}
-        self.between: BetweenReplicas | None = None
-        if collective is not None:
-            self.between = BetweenReplicas(plan, collective, buffers, self.observers, self.device)
+        self.between = store.part(BetweenReplicas)
 
     @property
-    def stage(self) -> LoadedStage:
-        """The stage for the first shape of batch."""
-        return self.stages[0]
+    def stages(self) -> list[LoadedStage]:
+        """The stages for all shapes of batch."""
+        return [stage.code for stage in self._stages]
 
-    def scaled_step(self) -> ScaledStep | None:
-        """How the last step's loss was scaled; None if losses are not scaled."""
-        return None if self.scaler is None else self.scaler.last
+    @property
+    def draws(self) -> bool:
+        """Whether a stage draws random numbers."""
+        return any(part.random for stage in self._stages for part in stage.parts.values())
 
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """Add a shape of batch, for which the transport already has messages."""
-        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed, self.replica)
-        if self.collective is not None:
+        plan, seed = self.setting.plan, self.setting.options.seed
+        added = StageOfShape(of_shape, self.worker, stage, self.transport, plan, seed, self.replica)
+        if self.setting.collective is not None:
             added.comm.reduce = self._reduce
         self._stages.append(added)
         runs_in = self.schedule.runs_in
         self._phases.append({p: tuple(each for each in added.parts if runs_in(each) == p) for p in PHASES})
-        self.stages = (*self.stages, stage)
-        self.draws |= any(part.random for part in added.parts.values())
         if self.scaler is not None:
             self.scaler.add(of_shape)
 
@@ -200,28 +185,21 @@ class Executor:
 
         If they did not, the update of the minibatch or the next outer step raises RunError.
         """
-        if self.store.outer is not None:
-            self.store.outer.read(minibatch, number)
-        elif self.between is not None:
-            self.between.compare_batch(minibatch, number)
+        for part in self.store.parts:
+            part.compare_batch(minibatch, number)
 
     def begin_meeting(self) -> None:
         """The pipeline is empty: begin to make the weights and buffers of separately trained replicas the same."""
-        version, outer = self.store.version, self.store.outer
-        if outer is None or self.between is None:
-            return
+        updated = [name for stage in self._stages for name in stage.updates]
         with torch.no_grad():
-            self.take_buffers(version)
-            outer.begin_meeting(version)
-            self.between.hand_out_buffers([name for stage in self._stages for name in stage.updates], version - 1)
+            for part in self.store.parts:
+                part.begin_meeting(self.store.version, updated)
 
     def end_meeting(self) -> None:
         """Called once all replicas here have begun: afterwards they have the same weights and buffers."""
-        if self.store.outer is None:
-            return
         with torch.no_grad():
-            self.store.outer.end_meeting()
-            self.take_buffers(self.store.version)
+            for part in self.store.parts:
+                part.end_meeting(self.store.version)
 
     def announce(self) -> None:
         """Take the gradients of the update that is due, and send notes of them (`UpdateNotes.announce`)."""
@@ -230,9 +208,7 @@ class Executor:
         self.watch.open("update")
         with torch.no_grad():
             self.store.gather()
-            if self.between is not None:
-                self.between.gathered(minibatch)
-            self.store.updater.notes.announce(minibatch)
+            self.store.notes.announce(minibatch)
         self.watch.close()
 
     def settle(self) -> MinibatchLoss | None:
@@ -281,8 +257,6 @@ class Executor:
                 for edge in stage.comm.edges & memories.keys()
             }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
-        if self.between is not None and self.store.outer is not None and self.store.outer.all_same(shards[0].step):
-            self.between.handed_at = shards[0].step - 1
 
     def reset(self) -> None:
         """Forget what an interrupted segment left."""
@@ -291,8 +265,8 @@ class Executor:
             self.offload.next_actions.clear()
         self.kept.clear()
         self._loss = None
-        if self.between is not None:
-            self.between.reset()
+        for part in self.store.parts:
+            part.reset()
 
     def _stage(self, action: Action) -> StageOfShape:
         return self._stages[self.shape_of(action.minibatch)]
@@ -310,9 +284,9 @@ class Executor:
                 observer.begins(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
-            self.store.updater.notes.forward(action.minibatch)
+            self.store.notes.forward(action.minibatch)
         weights = stage.weights("F", self.store.versions.read(action))
-        buffers = tuple([self.buffers[name] for name in stage.buffers["F"]])
+        buffers = self._read(stage.buffers["F"], action)
         if leaves is not None and self.scaler is not None:
             leaves = self.scaler.leaves(leaves, self.shape_of(action.minibatch), self.device)
         batch = tuple([leaves[i] for i in stage.batch]) if leaves is not None else ()
@@ -331,12 +305,19 @@ class Executor:
         self.store.versions.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
+    def _read(self, names: Sequence[str], action: Action) -> tuple[Tensor, ...]:
+        """Buffers, as the minibatch reads them."""
+        followed = self.as_read.get(action.minibatch)
+        if followed is None:
+            return tuple([self.buffers[name] for name in names])
+        return tuple([followed[name] if name in followed else self.buffers[name] for name in names])
+
     def _run_later(self, stage: StageOfShape, action: Action) -> None:
         """The backward or the weight gradients of a microbatch."""
         phase, key = action.phase, (action.minibatch, action.microbatch)
         part, makes_gradients = stage.parts[phase], phase == stage.last
         weights = stage.weights(phase, self.store.versions.read(action))
-        buffers = tuple([self.buffers[name] for name in stage.buffers[phase]])
+        buffers = self._read(stage.buffers[phase], action)
         values, taken = self._left.pop(key)
         if isinstance(values, Away):
             assert self.offload is not None
@@ -364,10 +345,11 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        if self.between is not None and self.store.outer is None:  # with outer steps each has its own loss
+        if self.between is not None and self.setting.plan.outer is None:  # with outer steps each has its own loss
             self.between.add_loss(action.minibatch, total)
             return None
-        return total / self._divisor if self._divisor > 1 else total
+        divisor = self.setting.plan.loss_divisor
+        return total / divisor if divisor > 1 else total
 
     def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: if of the last microbatch, the sums of this replica are complete."""
@@ -380,8 +362,8 @@ class Executor:
             self.between.take_buffers(minibatch)
 
     def _reseed(self, action: Action) -> None:
-        microbatch = self._plan.microbatch(action.microbatch, self.worker, self.replica)
-        reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, microbatch)
+        microbatch = self.setting.plan.microbatch(action.microbatch, self.worker, self.replica)
+        reseed(self.device, self.setting.options.seed, self.worker, action.phase, action.minibatch, microbatch)
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:
         def what() -> str:

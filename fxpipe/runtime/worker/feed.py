@@ -27,7 +27,7 @@ from fxpipe.random_state import (
     set_torch_state,
     torch_state,
 )
-from fxpipe.runtime.options import PipelineOptions, RunOptions, steps_or_epoch
+from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.wires.exchange import gathered, of_worker_0
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
@@ -77,7 +77,7 @@ class Feed(Observer):
                 data = self._task.train_data()
                 try:
                     self.length = len(data)  # type: ignore[arg-type]
-                except TypeError:
+                except (TypeError, NotImplementedError):
                     self.length = _count(data)
             if not self.length:
                 raise _empty()
@@ -190,7 +190,9 @@ class Feed(Observer):
             except FxpipeError:
                 raise
             except Exception as error:
-                raise hook_raised("train_data", error, self._task.path) from error
+                failed = hook_raised("train_data", error, self._task.path)
+                failed.what += f", when step {self._given} read its batch"
+                raise failed from error
         raise _empty()
 
     def _epoch_over(self) -> None:
@@ -265,15 +267,8 @@ def in_steps(options: Options) -> Options:
     """The options with `epoch` replaced by a number of steps.
 
     Raises:
-        TaskError: the length of an epoch is unknown or below 1.
-        FxpipeError: an option is neither a number nor `epoch`.
+        TaskError: the length of an epoch is unknown.
     """
-    if options.steps_per_epoch is not None and options.steps_per_epoch < 1:
-        raise TaskError(f"an epoch has {options.steps_per_epoch} steps", hint="steps_per_epoch=len(DATA)")
-    changes: dict[str, Any] = {}
-    if (every := getattr(options, "eval_every", None)) is not None:
-        changes["eval_every"] = steps_or_epoch(every)
-        options = dataclasses.replace(options, **changes)
     named = [name for name in OF_EPOCHS if getattr(options, name, None) == EPOCH]
     if not named:
         return options
@@ -281,7 +276,7 @@ def in_steps(options: Options) -> Options:
         raise TaskError(
             f"{named[0]} is every epoch, and the length of an epoch is unknown", hint="steps_per_epoch=len(DATA)"
         )
-    changes = dict.fromkeys(named, options.steps_per_epoch)
+    changes: dict[str, Any] = dict.fromkeys(named, options.steps_per_epoch)
     return dataclasses.replace(options, **changes)
 
 
@@ -301,26 +296,26 @@ def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | N
     return total, epoch_of(feed) if asked and per_epoch is None else per_epoch
 
 
-def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool) -> tuple[int, RunOptions]:
+def agree_length(options: RunOptions, feed: Feed | None, epochs: bool) -> tuple[int, RunOptions]:
     """How many minibatches the run has, and the options in steps; called by all workers.
 
     Args:
         feed: on worker 0.
         epochs: as in `counted`.
     """
-    total, epoch = of_worker_0((0, None) if feed is None else counted(options, feed, epochs), rank)
+    total, epoch = of_worker_0((0, None) if feed is None else counted(options, feed, epochs))
     return total, in_steps(dataclasses.replace(options, steps_per_epoch=epoch))
 
 
-def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ranks: int) -> int | None:
+def agree_epoch(executors: Sequence[Executor], feed: Feed | None) -> int | None:
     """Give schedulers and the hook `reset` of the workers here the length of an epoch, if any worker needs it; called
     by all processes.
 
     Returns:
         That length, if this process knows it.
     """
-    if any(gathered(any(map(_must_know, executors)), rank, ranks)):
-        epoch = of_worker_0(None if feed is None else epoch_of(feed), rank)
+    if any(gathered(any(map(_must_know, executors)))):
+        epoch = of_worker_0(None if feed is None else epoch_of(feed))
         for executor in executors:
             executor.store.updater.steps_per_epoch = epoch
     steps = executors[0].store.updater.steps_per_epoch

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -20,19 +18,15 @@ from fxpipe.checkpoint.safetensors_file import safetensors_writer
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.errors import FxpipeError, PeerLost, RunError, listed
 from fxpipe.messages import warn
+from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.observe.pulse import Pulse
-from fxpipe.observe.record import FINAL_WEIGHTS
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan, TensorSpec
 from fxpipe.planner.quantity import size
-from fxpipe.runtime.wires.group import alone, peers
+from fxpipe.runtime.wires.exchange import of_worker_0
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.averages import Averages
 from fxpipe.runtime.worker.executor import Executor
-
-PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""Seconds between two attempts to write a file."""
-
-SHORT_PAUSES = (1.0,)
-"""The same, for a file that training waits for."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +36,6 @@ class FinalTensor:
     names: tuple[str, ...]
     spec: TensorSpec
     worker: int
-
-
-Fetch = Callable[[FinalTensor], Tensor | None]
 
 
 def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
@@ -64,17 +55,25 @@ def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor]
     return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
 
 
+def averages_of(executors: Sequence[Executor]) -> list[dict[str, Tensor]] | None:
+    """The present averages of each worker; None if there are none."""
+    averages = [executor.store.part(Averages) for executor in executors]
+    return [each.read() for each in averages if each is not None] or None
+
+
 def copies(plan: Plan, executors: Sequence[Executor], parameters: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of all final tensors under all their names; all workers must be in this process.
+    """Copies of the final tensors that these workers hold, under all their names.
 
     Args:
         parameters: each worker's, or the values to use instead.
     """
-    found: dict[str, Tensor] = {}
+    hosted = {executor.worker: (executor, values) for executor, values in zip(executors, parameters, strict=True)}
+    tensors: dict[str, Tensor] = {}
     for tensor in final_tensors(plan):
-        value = held(executors[tensor.worker], tensor, parameters[tensor.worker]).detach().clone()
-        found |= dict.fromkeys(tensor.names, value)
-    return found
+        if tensor.worker in hosted:
+            executor, values = hosted[tensor.worker]
+            tensors |= dict.fromkeys(tensor.names, held(executor, tensor, values).detach().clone())
+    return tensors
 
 
 @contextmanager
@@ -117,28 +116,19 @@ class FinalFiles:
     All processes of a run call each method together: rank 0 writes, and the others send it what their workers hold.
     Replicas of a worker have the same weights: replica 0 sends them.
 
-    The workers keep the tensors until their file is written. A write that fails is repeated for a minute; then the file
-    is written to a temporary folder, and `check` raises an error that names the folder.
+    If the run's folder does not take a file, it and the later ones are written to a temporary folder, and `check`
+    raises an error that names it.
 
     Args:
+        out: the run's folder; made again if it was deleted.
         executors: of the workers of this rank.
         pulse: of this process; every tensor counts as progress.
-        pauses: seconds between two attempts; None for `PAUSES`.
     """
 
-    def __init__(
-        self,
-        out: str | Path,
-        plan: Plan,
-        executors: Sequence[Executor],
-        rank: int,
-        pulse: Pulse,
-        pauses: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, out: str | Path, plan: Plan, executors: Sequence[Executor], rank: int, pulse: Pulse) -> None:
         self.out = Path(out)
         self._plan, self._rank, self._pulse = plan, rank, pulse
         self._executors = {executor.worker: executor for executor in executors if executor.replica == 0}
-        self._pauses = PAUSES if pauses is None else pauses
         self._tensors = list(final_tensors(plan))
         self._elsewhere: Path | None = None
         self._problems: list[str] = []
@@ -149,17 +139,17 @@ class FinalFiles:
         instead: dict[int, Mapping[str, Tensor]] = {}
         if averages is not None and self._executors:
             instead = dict(zip(self._executors, averages, strict=True))
-        fetch = partial(self._fetch, instead)
-        if self._rank == 0:
-            self._write(name, fetch)
-            return
         again = True
         while again:
-            for tensor in self._tensors:
-                if (value := fetch(tensor)) is not None:
-                    with peers(self._rank):
-                        dist.send(value.cpu().contiguous(), 0)
-            again = self._agree(False)
+            values = ((tensor, self._fetch(instead, tensor)) for tensor in self._tensors)
+            if self._rank == 0:
+                again = self._write(name, values)
+            else:
+                for _, value in values:
+                    if value is not None:
+                        with peers():
+                            dist.send(value.cpu().contiguous(), 0)
+            again = self._agree(again)
 
     def check(self) -> None:
         """Return only if all files are in the run's folder.
@@ -183,48 +173,31 @@ class FinalFiles:
             hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
         return RunError("; ".join(self._problems), hint=hint)
 
-    def _write(self, name: str, fetch: Fetch) -> None:
-        path = self.out / name
-        if self._elsewhere is None:
-            for pause in (*self._pauses, None):
-                error = self._attempt(path, fetch)
-                if error is None:
-                    self._agree(False)
-                    return
-                why = error.strerror or str(error)
-                self._agree(True)
-                if pause is None:
-                    self._problems.append(f"{path} cannot be written: {why}")
-                    break
-                warn(f"{path} cannot be written: {why}; the weights stay in memory; next attempt in {pause:g} s")
-                sleep(pause)
+    def _write(self, name: str, values: Iterator[tuple[FinalTensor, Tensor | None]]) -> bool:
+        """Write a file of all `values`; returns whether they are needed again, for the temporary folder."""
+        first = not self._problems
         try:
-            if self._elsewhere is None:
+            if first:
+                self.out.mkdir(parents=True, exist_ok=True)
+            elif self._elsewhere is None:
                 self._elsewhere = Path(tempfile.mkdtemp(prefix="fxpipe-weights-"))
-            error = self._attempt(self._elsewhere / name, fetch)
-        except OSError as refused:
-            for tensor in self._tensors:
-                fetch(tensor)
-            error = refused
-        if error is not None:
-            self._lost.append(name)
-            self._problems.append(f"{name} cannot be written to a temporary folder: {error.strerror or error}")
-        self._agree(False)
-
-    def _attempt(self, path: Path, fetch: Fetch) -> OSError | None:
-        """Write the file, and fetch all tensors even if that fails; returns the error."""
-        values = ((tensor, fetch(tensor)) for tensor in self._tensors)
-        try:
+            path = (self._elsewhere or self.out) / name
             with safetensors_writer(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
                 for tensor, value in values:
                     assert value is not None, "rank 0 gets it from the worker's process"
                     for _ in tensor.names:
                         file.write(value)
         except OSError as error:
-            for _ in values:
+            for _ in values:  # the others send them all
                 pass
-            return error
-        return None
+            place = self.out / name if first else f"{name} in a temporary folder"
+            self._problems.append(f"{place} cannot be written: {error.strerror or error}")
+            if not first:
+                self._lost.append(name)
+            return first
+        if not first:
+            warn(f"{name} is in {self._elsewhere}: move it before that folder is cleared")
+        return False
 
     def _fetch(self, instead: Mapping[int, Mapping[str, Tensor]], tensor: FinalTensor) -> Tensor | None:
         """A tensor of a worker here; on rank 0 of any worker, received from its process. Else None."""
@@ -234,16 +207,11 @@ class FinalFiles:
         if self._rank:
             return None
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
-        with peers(self._rank):
+        with peers():
             dist.recv(value, self._plan.process_of(tensor.worker, 0))
         return value
 
     def _agree(self, again: bool) -> bool:
         """Rank 0 sends the others whether it needs the tensors of a file again."""
         self._pulse.move()
-        if alone():
-            return again
-        box = [again]
-        with peers(self._rank):
-            dist.broadcast_object_list(box, 0)
-        return box[0]
+        return of_worker_0(again)

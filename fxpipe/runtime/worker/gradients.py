@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime.wires.collective import Collective, Key
-from fxpipe.runtime.worker.clip import norms_of
-from fxpipe.torch_private import foreach_add_, foreach_div_, is_non_overlapping_and_dense_or_false
+from fxpipe.runtime.worker.setting import WorkerSetting
+from fxpipe.runtime.worker.vector import Vector
+from fxpipe.task.batch import tensor_spec
+from fxpipe.torch_private import foreach_add_, foreach_div_
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -79,39 +81,23 @@ class GradientSum:
         return [None if gradient is None else gradient.to(parameter.dtype) for gradient, parameter in rows]
 
 
-class VectorPart:
-    """How a parameter or its gradient is stored in a vector of several, which replicas add up or send.
-
-    Made once, since reading a layout takes microseconds.
-
-    Attributes:
-        size: number of elements.
-    """
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.size = parameter.numel()
-        self._parameter = parameter
-        self._as_it_is = is_non_overlapping_and_dense_or_false(parameter)
-        self._shape = parameter.shape
-        self._stride = parameter.stride() if self._as_it_is else torch.empty(self._shape, device="meta").stride()
-
-    def of(self, vector: Tensor, begin: int) -> Tensor:
-        """A view that begins at an element of the vector, in the parameter's shape; for writing."""
-        return vector.as_strided(self._shape, self._stride, vector.storage_offset() + begin)
-
-    def laid_out(self, vector: Tensor, begin: int) -> Tensor:
-        """The value that begins there, in the parameter's layout: a view if possible, else a copy."""
-        found = self.of(vector, begin)
-        return found if self._as_it_is else torch.empty_like(self._parameter, requires_grad=False).copy_(found)
+def buckets_of(setting: WorkerSetting) -> dict[str, list[int]]:
+    """The buckets of a worker's gradients by name, as the indices of their parameters."""
+    plan, index = setting.plan, {name: i for i, name in enumerate(setting.trained)}
+    return {
+        bucket.name: [index[plan.first_names[name]] for name in bucket.parameters]
+        for bucket in plan.stages[setting.worker].buckets
+    }
 
 
-def in_one(values: Sequence[Tensor], parts: Sequence[VectorPart], kind: Tensor) -> Tensor:
-    """Values of these parts in one vector, with the dtype and device of `kind`."""
-    vector, begin = kind.new_empty(sum(part.size for part in parts)), 0
-    for value, part in zip(values, parts, strict=True):
-        part.of(vector, begin).copy_(value)
-        begin += part.size
-    return vector
+def vector_of(parameters: Sequence[nn.Parameter]) -> Vector[int]:
+    """Of tensors like some of these parameters, by their indices."""
+    return Vector({index: tensor_spec(parameter) for index, parameter in enumerate(parameters)})
+
+
+def shares_of(vector: Vector[int], members: Sequence[int], updaters: Sequence[int], replicas: int) -> list[int]:
+    """How many elements of a vector of these parameters each replica updates."""
+    return [vector.size(index for index in members if updaters[index] == replica) for replica in range(replicas)]
 
 
 class ReplicatedSum(GradientSum):
@@ -136,7 +122,7 @@ class ReplicatedSum(GradientSum):
         updaters: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, order, divisor)
-        self._parts = [VectorPart(parameter) for parameter in parameters]
+        self._vector = vector_of(parameters)
         self._updaters = updaters
         self._collective = collective
         self._buckets = buckets
@@ -174,117 +160,29 @@ class ReplicatedSum(GradientSum):
     def take(self) -> list[Tensor | None]:
         """Wait for the oldest minibatch's sum over the replicas; returns it divided, by parameter."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
-        for key, indices in self._under_way.popleft().items():
-            flat, place = self._collective.take(key), 0
-            for index in indices:
-                sums[index] = self._parts[index].laid_out(flat, place).to(self._parameters[index].dtype)
-                place += self._parts[index].size
+        for key, members in self._under_way.popleft().items():
+            for index, value in self._vector.views(self._collective.take(key), members).items():
+                sums[index] = value.to(self._parameters[index].dtype)
         return sums
 
     def _start(self, key: Key, indices: Sequence[int], last: Sequence[Tensor | None]) -> None:
         """Add the last microbatch's gradients to the sums, directly in one vector, and send it."""
-        addends = [
-            (index, [value for value in (self._sums[index], gradient) if value is not None])
-            for index, gradient in zip(indices, last, strict=True)
-        ]
-        addends = [(index, values) for index, values in addends if values]
-        if not addends:
+        rows = zip(indices, last, strict=True)
+        addends = {i: [value for value in (self._sums[i], gradient) if value is not None] for i, gradient in rows}
+        members, sizes = [index for index, values in addends.items() if values], None
+        if not members:
             return
+        self._sent[key] = members
         if self._updaters:
-            addends.sort(key=lambda row: self._updaters[row[0]])
-        elements, place = sum(self._parts[index].size for index, _ in addends), 0
-        first = addends[0][1][0]
-        flat = first.new_empty(elements, dtype=summed_in(first.dtype))
-        for index, values in addends:
-            part = self._parts[index].of(flat, place)
+            members.sort(key=self._updaters.__getitem__)
+            sizes = shares_of(self._vector, members, self._updaters, self._collective.replicas)
+            self._sent[key] = [index for index in members if self._updaters[index] == self._collective.replica]
+        first = addends[members[0]][0]
+        flat = first.new_empty(self._vector.size(members), dtype=summed_in(first.dtype))
+        for index, part in self._vector.views(flat, members).items():
+            values = addends[index]
             if len(values) == 2:
                 torch.add(values[0].to(flat.dtype), values[1], out=part)
             else:
                 part.copy_(values[0])
-            place += self._parts[index].size
-        if not self._updaters:
-            self._sent[key] = [index for index, _ in addends]
-            self._collective.start_sum(key, flat, self._divisor)
-            return
-        sizes = [0] * self._collective.replicas
-        for index, _ in addends:
-            sizes[self._updaters[index]] += self._parts[index].size
-        self._sent[key] = [index for index, _ in addends if self._updaters[index] == self._collective.replica]
-        self._collective.start_scatter(key, flat, sizes, self._divisor)
-
-
-class SharedUpdate:
-    """An update that the replicas of a worker share: each updates its own parameters, and sends the others the result.
-
-        sums of gradients, each to the replica that updates its parameter     `ReplicatedSum`
-        → norms of gradients, each from the replica that has the sum          if they are clipped
-        → each replica: a step of its own optimizer, over its own parameters
-        → new weights, to all replicas                                        by bucket
-
-    Args:
-        trained: the worker's trained parameters by name.
-        updaters: by the same names, the replica that updates each.
-        buckets: by name, the indices of their parameters; a bucket has one dtype.
-    """
-
-    def __init__(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        updaters: Mapping[str, int],
-        buckets: Mapping[str, Sequence[int]],
-        collective: Collective,
-    ) -> None:
-        self._collective = collective
-        self._parameters = list(trained.values())
-        self._parts = [VectorPart(parameter) for parameter in self._parameters]
-        self._updaters = [updaters[name] for name in trained]
-        self.own = {name: p for name, p in trained.items() if updaters[name] == collective.replica}
-        groups = {f"weights of {name}": indices for name, indices in buckets.items()}
-        known = {index for indices in buckets.values() for index in indices}
-        for index, parameter in enumerate(self._parameters):
-            if index not in known:  # it never gets a gradient, but some optimizers write to it
-                rest = f"weights of rest {parameter.dtype}"
-                groups[rest] = [*groups.get(rest, ()), index]
-        self._groups = {name: sorted(indices, key=self._updaters.__getitem__) for name, indices in groups.items()}
-        self._norms: tuple[int, list[float]] = (-1, [])
-
-    def start_norms(self, minibatch: int) -> None:
-        """Send the other replicas the norms of the gradients of this replica's parameters."""
-        own = torch.tensor(norms_of(self._parameters), dtype=torch.float64, device=self._device)
-        self._collective.start_gather(("norms", minibatch), own, [len(own)] * self._collective.replicas)
-
-    def norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
-        """The norms of all gradients, as `norms_of` gives them; waits for the other replicas."""
-        if self._norms[0] != minibatch:
-            flat = self._collective.take(("norms", minibatch)).view(self._collective.replicas, -1)
-            places = torch.tensor(self._updaters, device=flat.device).unsqueeze(0)
-            self._norms = minibatch, flat.gather(0, places)[0].tolist()
-        return self._norms[1]
-
-    def start_weights(self, minibatch: int) -> None:
-        """Send the weights that this replica has updated."""
-        for name, members in self._groups.items():
-            own = [i for i in members if self._updaters[i] == self._collective.replica]
-            weights = [self._parameters[i].detach() for i in own]
-            flat = in_one(weights, [self._parts[i] for i in own], self._parameters[members[0]])
-            self._collective.start_gather((name, minibatch), flat, self._sizes(members))
-
-    def take_weights(self, minibatch: int) -> None:
-        """Wait for the weights that the other replicas have updated."""
-        for name, members in self._groups.items():
-            flat, place = self._collective.take((name, minibatch)), 0
-            for index in members:
-                part = self._parts[index]
-                if self._updaters[index] != self._collective.replica:
-                    self._parameters[index].detach().copy_(part.of(flat, place))
-                place += part.size
-
-    def _sizes(self, members: Sequence[int]) -> list[int]:
-        sizes = [0] * self._collective.replicas
-        for index in members:
-            sizes[self._updaters[index]] += self._parts[index].size
-        return sizes
-
-    @property
-    def _device(self) -> torch.device:
-        return self._parameters[0].device
+        self._collective.start_sum(key, flat, self._divisor, sizes)

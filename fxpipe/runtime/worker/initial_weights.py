@@ -27,6 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fxpipe import user_lines
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError, FxpipeError, TaskError, listed
 from fxpipe.messages import warn
@@ -36,7 +37,6 @@ from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task
 from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
-from fxpipe.tracing import user_lines
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
 

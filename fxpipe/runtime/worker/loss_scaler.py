@@ -6,20 +6,20 @@ updates and have the same scale, which worker 0 knows when the next minibatch be
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from msgspec import Meta
+from torch import Tensor
 
-from fxpipe.errors import NotFiniteError, RunError
+from fxpipe.checkpoint.shard import Count
+from fxpipe.errors import NotFiniteError
 from fxpipe.observe.record import ScaledStep
 from fxpipe.plan.spec import LOSS_SCALE, Plan
-from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.worker.update_notes import NoteField
+from fxpipe.runtime.worker.part import UpdatePart
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.torch_private import amp_update_scale_, unscale_and_check_
 
@@ -44,10 +44,10 @@ class Scale:
         in_row: updates skipped since the last one that was made.
     """
 
-    value: float
-    good: int = 0
-    skipped: int = 0
-    in_row: int = 0
+    value: Annotated[float, Meta(gt=0)]
+    good: Count = 0
+    skipped: Count = 0
+    in_row: Count = 0
 
     def update(self, overflowed: bool, interval: int) -> None:
         """As `GradScaler.update`, by the same function of torch."""
@@ -58,34 +58,42 @@ class Scale:
         self.in_row = self.in_row + 1 if overflowed else 0
 
 
-class LossScaler(NoteField):
+class LossScaler(UpdatePart):
     """Unscales one worker's gradients, and skips an update if any worker's gradients overflowed.
-
-    Args:
-        initial: the first scale.
-        interval: the scale doubles after this many good updates.
 
     Attributes:
         scale: of the next minibatch.
         last: how the last minibatch's loss was scaled; None before the first.
-        skips: whether the update that `apply` was called for is skipped.
     """
 
+    name = "loss_scale"
+    form = Scale
     up = down = 1
 
-    def __init__(self, initial: float, interval: int, plan: Plan, worker: int) -> None:
-        self.scale = Scale(initial)
+    def __init__(self, setting: WorkerSetting) -> None:
+        self.scale = Scale(setting.options.loss_scale)
         self.last: ScaledStep | None = None
-        self.skips = False
-        self.worker = worker
-        self._interval = interval
-        self._divisor = plan.loss_divisor
+        self.worker = setting.worker
+        self._parameters = list(setting.trained.values())
+        self._interval = setting.options.loss_scale_interval
+        self._divisor = setting.plan.loss_divisor
         self._found = 0.0
         self._places: list[int] = []
 
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        """The loss scaler, if the build scales its loss.
+
+        Raises:
+            ScheduleError: the schedule has no flush.
+        """
+        check_loss_scaling(setting.recipe.schedule, setting.plan.autocast)
+        if setting.plan.scales_loss:
+            yield cls(setting)
+
     def add(self, of_shape: Plan) -> None:
         """Add a shape of batch."""
-        self._places.append([leaf.name for leaf in of_shape.batch].index(LOSS_SCALE))
+        self._places.append([leaf.name for leaf in of_shape.step.batch].index(LOSS_SCALE))
 
     def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
         """The leaves of a microbatch, including the present scale.
@@ -97,15 +105,15 @@ class LossScaler(NoteField):
         made[self._places[shape]] = torch.full((), self.scale.value / self._divisor, device=device)
         return made
 
-    def state(self) -> Any:
-        return {"loss_scale": dict(vars(self.scale)), "clip": None}  # with a flush, clipping has no state
+    def state(self, version: int) -> Any:
+        return vars(self.scale)
 
-    def load(self, state: Any, same: bool) -> None:
-        if isinstance(state, Mapping):  # else from a build without loss scaling
-            self.scale = Scale(**state["loss_scale"])
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        if states:
+            self.scale = Scale(**vars(states[0]))
 
-    def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        self._found = unscale([p.grad for p in parameters if p.grad is not None], self.scale.value)
+    def measure(self, minibatch: int) -> None:
+        self._found = unscale([p.grad for p in self._parameters if p.grad is not None], self.scale.value)
 
     def pass_up(self, behind: Tensor) -> Tensor:
         self._found = max(self._found, float(behind))
@@ -116,8 +124,8 @@ class LossScaler(NoteField):
             self._found = float(before)
         return torch.tensor([self._found], dtype=torch.float64)
 
-    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Set `skips`, and unscale the gradients.
+    def apply(self, minibatch: int) -> None:
+        """Set `skips`, and the next minibatch's scale.
 
         Raises:
             NotFiniteError: gradients overflowed at every scale down to the smallest.
@@ -152,22 +160,3 @@ def _overflows(minibatch: int, scale: Scale, used: float) -> NotFiniteError:
         "clip gradients (--clip-norm), use a mean instead of a sum as the loss; or compile with --autocast bf16",
         page="not-finite",
     )
-
-
-def make_scaler(options: PipelineOptions, plan: Plan, worker: int, recipe: Recipe) -> LossScaler | None:
-    """The loss scaler of one worker, if the build scales its loss; else None.
-
-    Raises:
-        ScheduleError: the schedule has no flush.
-        RunError: the options are invalid.
-    """
-    check_loss_scaling(recipe.schedule, plan.autocast)
-    if not plan.scales_loss:
-        return None
-    initial, interval = options.loss_scale, options.loss_scale_interval
-    if not (math.isfinite(initial) and initial > 0 and interval > 0):
-        raise RunError(
-            f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
-            hint="give a finite loss_scale above 0, and a loss_scale_interval above 0",
-        )
-    return LossScaler(initial, interval, plan, worker)

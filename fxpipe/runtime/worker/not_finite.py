@@ -7,18 +7,26 @@ can have made weights not finite, each its own. If gradients are clipped, their 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import NotFiniteError, listed
+from fxpipe.observe.pulse import Pulse
+from fxpipe.runtime.wires.board import Board
+from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 
+PATIENCE = 5.0
+"""How many seconds the worker that stops waits for the others' answers."""
+
+_QUESTION = "not-finite"
 _NAMED = 5
 _KEEP_GOING = "--keep-going continues training"
 
@@ -41,7 +49,7 @@ class NotFinite:
     def of(executor: Executor) -> NotFinite:
         """What a worker has now."""
         trained = executor.store.trained
-        clip = None if executor.scaler is not None else executor.store.updater.clip  # scaled gradients may overflow
+        clip = None if executor.scaler is not None else executor.store.part(Clip)  # scaled gradients may overflow
         minibatch, places = (None, []) if clip is None or clip.not_finite is None else clip.not_finite
         names = list(trained)
         weights = [name for name, weight in trained.items() if not is_finite(weight)]
@@ -55,6 +63,48 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
         tensor = tensor.float()  # torch.isfinite takes no 8-bit floats
     return bool(tensor.isfinite().all())
+
+
+class Inquiry:
+    """Lets a worker that stops the run first learn what all workers have that is not finite.
+
+    The others are blocked by receives that will never end, so no message can reach them: each process looks at the
+    board after every beat of its pulse.
+
+    Args:
+        here: the processes that this one is, of so many `processes`.
+        executors: of the workers here.
+    """
+
+    def __init__(
+        self, board: Board, here: Sequence[int], processes: int, pulse: Pulse, executors: Sequence[Executor]
+    ) -> None:
+        self._board, self._executors = board, executors
+        self._answer = f"{_QUESTION}/{here[0]}"
+        self._others = [f"{_QUESTION}/{process}" for process in range(processes) if process not in here]
+        self._answered = False
+        if self._others:
+            pulse.after_beat.append(self._look)
+
+    def ask(self) -> list[NotFinite]:
+        """What the workers have, those here first; without those that do not answer in time."""
+        self._answered = True
+        answers = [self._here()]
+        with suppress(RuntimeError, OSError):  # the store ends with the process that holds it
+            self._board.set(_QUESTION, "", patient=False)
+            with suppress(TimeoutError):
+                self._board.wait(self._others, PATIENCE)
+            answers += [text for key in self._others if (text := self._board.get(key)) is not None]
+        return [NotFinite(**row) for answer in answers for row in json.loads(answer)]
+
+    def _look(self) -> None:
+        if not self._answered and self._board.get(_QUESTION) is not None:
+            self._answered = True
+            with suppress(OSError):
+                self._board.set(self._answer, self._here(), patient=False)
+
+    def _here(self) -> str:
+        return json.dumps([asdict(NotFinite.of(executor)) for executor in self._executors])
 
 
 class LossCheck(Observer):
@@ -80,16 +130,15 @@ class LossCheck(Observer):
             raise self._stop(minibatch, loss, self._worker)
 
 
-def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_weights(steps: int, found: Sequence[NotFinite]) -> None:
     """Refuse to write weights that the last steps have made infinite or NaN.
 
     Args:
-        rows: one for each worker, whose `not_finite` is what it found (see `NotFinite`).
+        found: what each worker found.
 
     Raises:
         NotFiniteError: some are not finite.
     """
-    found = [NotFinite(**row["not_finite"]) for row in rows]
     if any(row.weights for row in found):
         raise NotFiniteError(
             f"after the last step, {steps}, weights are not finite: {_cause(found)}",

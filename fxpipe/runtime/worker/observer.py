@@ -14,8 +14,12 @@ from fxpipe.checkpoint.shard import Shard
 class Observer:
     """Follows a worker (in its executor's list), the rows of a process, or the run; every method here does nothing.
 
-    A worker calls `begins`, `loss`, `ended` and `leaving`; a row `begins`, `loss` and `between`; a run the others.
+    A worker calls `begins`, `loss`, `ended` and `leaving`; a row `begins`, `loss` and `between`; a run the others. Each
+    event reaches the observers in the order of their list.
     """
+
+    each_replica = False
+    """Whether `cut` is called for all replicas that make shards, not only for the first."""
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run on the worker, or in the row."""
@@ -43,10 +47,14 @@ class Observer:
         """The run ends after this many steps, perhaps fewer than planned."""
 
     def cut(self, worker: int, shard: Shard) -> None:
-        """A worker's first replica has made a shard of a checkpoint: add what the run needs to resume."""
+        """A worker has made a shard of a checkpoint: add what the run needs to resume."""
 
     def saves(self, step: int) -> None:
         """All files of a checkpoint are written, and it is about to be valid; called by the writing thread."""
 
-    def stops(self, step: int, saved: Path | None) -> None:
-        """The last checkpoint of a stopping run is in a folder, or has failed (None); called by the writing thread."""
+    def stops(self, step: int, saved: Path | None, then: str) -> None:
+        """The last checkpoint of a stopping run is in a folder, or has failed (None); called by the writing thread.
+
+        Args:
+            then: what follows, which worker 0's process has decided.
+        """

@@ -24,60 +24,75 @@ exchange that begins again after a checkpoint sends the same bytes.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.checkpoint.shard import Count, Tensors
 from fxpipe.codecs.codec import OUTER, EdgeState
 from fxpipe.codecs.outer_message import outer_message
-from fxpipe.plan.packing import contiguous_stride
-from fxpipe.plan.spec import OuterSpec, TensorSpec
+from fxpipe.plan.spec import OuterSpec
 from fxpipe.runtime.wires.collective import Collective
-from fxpipe.runtime.worker.between_replicas import check_read_alike, start_comparison
+from fxpipe.runtime.worker.part import UpdatePart
+from fxpipe.runtime.worker.replicas_alike import check_read_alike
+from fxpipe.runtime.worker.setting import WorkerSetting
+from fxpipe.runtime.worker.vector import Vector, row_by_row
 
 BATCHES = "batches"
 Memories = dict[str, dict[str, Tensor]]
 """What a codec remembers of each parameter, by name."""
 
 
-class OuterStep:
+class OuterState(TypedDict):
+    """Each replica's own state, except what all have in common."""
+
+    since: Count
+    under_way: Count | None
+    weights: Tensors
+    begun: Tensors
+    memories: NotRequired[dict[str, Tensors]]  # of parameters, if a codec encodes what outer steps send
+
+
+class OuterStep(UpdatePart):
     """The outer steps of one replica of a worker.
 
     Args:
         trained: the parameters that the worker trains, by name; live, with the common weights.
         collective: does the exchange.
-        device: of the parameters.
         place: the run's seed and the worker, for the codec's random numbers.
 
     Attributes:
         spec: the interval, the delay, the rates and the codec.
     """
 
+    name = "outer"
+    form = OuterState
+
     def __init__(
         self,
         spec: OuterSpec,
         trained: Mapping[str, nn.Parameter],
         collective: Collective,
-        device: torch.device | str,
         place: tuple[object, ...] = (),
     ) -> None:
         self.spec = spec
         self._place = (*place, "outer", collective.replica)
-        self._collective, self._device = collective, device
-        self._of_dtype: dict[str, dict[str, nn.Parameter]] = {}
-        for name, parameter in trained.items():
-            self._of_dtype.setdefault(str(parameter.dtype), {})[name] = parameter
+        self._collective, self._trained = collective, trained
+        specs = {name: row_by_row(parameter) for name, parameter in trained.items()}
+        dtypes = dict.fromkeys(parameter.dtype for parameter in trained.values())
+        self._vectors = {
+            str(dtype): Vector({name: specs[name] for name, p in trained.items() if p.dtype == dtype})
+            for dtype in dtypes
+        }
         self._common = {dtype: nn.Parameter(flat) for dtype, flat in self._live().items()}
         self._optimizer: torch.optim.Optimizer | None = None
         if self._common:
             momentum = spec.momentum
             parameters = list(self._common.values())
             self._optimizer = torch.optim.SGD(parameters, spec.lr, momentum, nesterov=momentum > 0)
-        specs = {n: TensorSpec(p.shape, contiguous_stride(p.shape), str(p.dtype)[6:]) for n, p in trained.items()}
         self._message = outer_message(spec.codec, specs) if spec.codec and specs else None
         self._memories: Memories = {}
         self._next_memories: Memories = {}  # when the exchange under way has ended
@@ -87,47 +102,46 @@ class OuterStep:
         self._read: dict[int, int] = {}  # checksums of minibatches that are not compared yet
         self._compared: tuple[int, int] = (0, 0)  # the first minibatch being compared, and how many
 
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        outer = setting.plan.outer
+        if outer is not None and setting.collective is not None:
+            yield cls(outer, setting.trained, setting.collective, (setting.options.seed, setting.worker))
+
     def due(self, version: int) -> bool:
         """Whether there is an outer step after this many updates."""
         return version % self.spec.every == 0
 
-    def read(self, minibatch: int, number: int) -> None:
-        """On worker 0: a minibatch with this checksum was read; outer steps compare the replicas' checksums."""
+    def compare_batch(self, minibatch: int, number: int) -> None:
+        """Outer steps compare the replicas' checksums."""
         self._read[minibatch] = number
 
-    def begin(self, version: int) -> None:
-        """The update to a version is made: begin the exchange that its outer step waits for."""
-        if self.due(version) and not self.spec.delay:
-            self._start(version)
-
-    def end(self, version: int) -> None:
-        """Make the outer step of a version, if there is one; waits for other replicas.
+    def apply(self, minibatch: int) -> None:
+        """Make the outer step of the version that the optimizer has made, if there is one; waits for other replicas.
 
         Raises:
             RunError: the replicas have read different batches.
             PeerLost: another replica is gone.
         """
+        version = minibatch + 1
         if not self.due(version):
             return
+        if not self.spec.delay:
+            self._start(version)
         self._finish()
         if self.spec.delay:
             self._start(version)
             self._begun = self._live()
 
-    def begin_meeting(self, version: int) -> None:
-        """Nothing is in flight: end the present exchange, and begin one for the updates since it began."""
+    def begin_meeting(self, version: int, buffers: Sequence[str]) -> None:
+        """End the present exchange, and begin one for the updates since it began."""
         self._finish()
         if version > self._since:
             self._start(version)
 
-    def end_meeting(self) -> None:
+    def end_meeting(self, version: int) -> None:
         """Make that outer step: afterwards all replicas have the same weights."""
         self._finish()
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first replica, whose shard has the common weights and momentum."""
-        return self._collective.replica == 0
 
     def all_same(self, version: int) -> bool:
         """Whether all replicas have the same weights and buffers at the live version."""
@@ -139,14 +153,10 @@ class OuterStep:
 
     def common(self) -> dict[str, Tensor]:
         """The weights that all replicas have in common, by name; live."""
-        return {
-            name: flat
-            for dtype, common in self._common.items()
-            for name, flat in self._parts(dtype, common.detach()).items()
-        }
+        return self._by_name({dtype: common.detach() for dtype, common in self._common.items()})
 
-    def state(self, version: int) -> dict[str, Any]:
-        """What a replica needs to continue from the live version, except what all have in common.
+    def state(self, version: int) -> Any:
+        """What a replica needs to continue, except what all have in common.
 
         Minibatches that are not compared yet are left out: after resuming, only those read from then on are compared.
         """
@@ -164,38 +174,45 @@ class OuterStep:
         found = {dtype: states.get(common, {}).get("momentum_buffer") for dtype, common in self._common.items()}
         return {dtype: value for dtype, value in found.items() if value is not None}
 
-    def load(self, found: Mapping[str, Any] | None, momentum: Mapping[str, Tensor], version: int) -> None:
-        """Continue from what `state` and `momentum` gave at a version; the common weights have been loaded.
-
-        Args:
-            found: None starts from the common weights.
-        """
-        if found is None:
-            self._since = version
-            return
-        self._since, self._under_way = found["since"], found["under_way"]
-        self._begun = {dtype: value.to(self._device) for dtype, value in found["begun"].items()}
-        self._memories = {
-            name: {key: value.to(self._device) for key, value in memory.items()}
-            for name, memory in found.get("memories", {}).items()
-        }
-        for dtype, flat in found["weights"].items():
-            self._put(dtype, flat)
+    def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
+        """Continue from what `momentum` gave."""
         for dtype, value in momentum.items():
             assert self._optimizer is not None
-            self._optimizer.state[self._common[dtype]]["momentum_buffer"] = value.to(self._device, copy=True)
+            common = self._common[dtype]
+            self._optimizer.state[common]["momentum_buffer"] = value.to(common.device, copy=True)
 
-    def go_on(self) -> None:
-        """A segment begins: repeat the exchange that was in flight at the checkpoint, if there was one."""
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        """The common weights have been loaded; under other cuts all replicas begin with them."""
+        if not same or not states:
+            self._since = version
+            return
+        state: OuterState = states[0]
+        self._since, self._under_way = state["since"], state["under_way"]
+        self._begun = {dtype: value.to(self._common[dtype].device) for dtype, value in state["begun"].items()}
+        self._memories = {
+            name: {key: value.to(self._trained[name].device) for key, value in memory.items()}
+            for name, memory in state.get("memories", {}).items()
+        }
+        self._put(state["weights"])
+
+    def begin(self) -> None:
+        """Repeat the exchange that was in flight at the checkpoint, if there was one."""
         if self._under_way is not None:
             self._exchange(self._under_way, self._begun)
 
     def _live(self) -> dict[str, Tensor]:
         """Copies of the weights, by dtype, one vector each."""
-        return {
-            dtype: torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
-            for dtype, parameters in self._of_dtype.items()
-        }
+        return {dtype: vector.joined(self._trained) for dtype, vector in self._vectors.items()}
+
+    def _by_name(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of vectors of weights, one for each dtype, by name."""
+        views = [self._vectors[dtype].views(flat) for dtype, flat in vectors.items()]
+        return {name: value for of_dtype in views for name, value in of_dtype.items()}
+
+    def _put(self, vectors: Mapping[str, Tensor]) -> None:
+        """Replace the live weights by these."""
+        for name, value in self._by_name(vectors).items():
+            self._trained[name].detach().copy_(value)
 
     def _start(self, version: int) -> None:
         self._exchange(version, self._live())
@@ -203,8 +220,7 @@ class OuterStep:
         numbers = [self._read.pop(minibatch) for minibatch in read]
         self._compared = min(read, default=0), len(read)
         if numbers:
-            digest = zlib.crc32(repr(numbers).encode())
-            start_comparison((BATCHES, version), digest, self._collective, self._device)
+            self._collective.start_comparison((BATCHES, version), numbers)
         self._since = self._under_way = version
 
     def _exchange(self, version: int, weights: Mapping[str, Tensor]) -> None:
@@ -214,7 +230,7 @@ class OuterStep:
             for dtype, flat in moved.items():
                 self._collective.start_sum((f"outer {dtype}", version), flat, replicas)
             return
-        values = {name: value for dtype, flat in moved.items() for name, value in self._parts(dtype, flat).items()}
+        values = self._by_name(moved)
         states = {
             name: EdgeState(dict(self._memories.get(name, {})), partial(tuple, (*self._place, version, name)))
             for name in values
@@ -228,7 +244,7 @@ class OuterStep:
         if self._message is None:
             return {dtype: self._collective.take((f"outer {dtype}", version)) for dtype in self._common}
         found = {dtype: torch.zeros_like(common.detach()) for dtype, common in self._common.items()}
-        sums = {name: value for dtype, flat in found.items() for name, value in self._parts(dtype, flat).items()}
+        sums = self._by_name(found)
         for block in self._collective.take((OUTER, version)).split(self._message.bytes):
             for name, value in self._message.unpack(block).items():
                 sums[name] += value
@@ -249,24 +265,37 @@ class OuterStep:
             return
         self._optimizer.step()
         begun, self._begun = self._begun, {}
+        live = self._live() if begun else {}
         for dtype, common in self._common.items():
             common.grad = None
-            self._put(dtype, common.detach() + (self._live()[dtype] - begun[dtype]) if begun else common.detach())
-
-    def _put(self, dtype: str, flat: Tensor) -> None:
-        for name, value in self._parts(dtype, flat).items():
-            self._of_dtype[dtype][name].detach().copy_(value)
-
-    def _parts(self, dtype: str, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a vector of this dtype's weights, by name."""
-        found, place = {}, 0
-        for name, parameter in self._of_dtype[dtype].items():
-            found[name] = flat[place : place + parameter.numel()].view(parameter.shape)
-            place += parameter.numel()
-        return found
+            weights = common.detach()
+            self._put({dtype: weights + (live[dtype] - begun[dtype]) if begun else weights})
 
     def _check_batches(self, version: int) -> None:
         first, count = self._compared
         if count:
-            numbers = self._collective.take((BATCHES, version)).tolist()
-            check_read_alike(numbers, f"steps {first + 1} to {version}", "train_data()")
+            steps = f"steps {first + 1} to {version}"
+            check_read_alike(self._collective, (BATCHES, version), steps, "train_data()")
+
+
+class OuterMomentum(UpdatePart):
+    """The momentum of outer steps, which all replicas have in common."""
+
+    name = "outer_momentum"
+    form = Tensors
+    alike = True
+
+    def __init__(self, outer: OuterStep) -> None:
+        self._outer = outer
+
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        if (outer := setting.part(OuterStep)) is not None:
+            yield cls(outer)
+
+    def state(self, version: int) -> Any:
+        return self._outer.momentum()
+
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        if same and states:
+            self._outer.load_momentum(states[0])

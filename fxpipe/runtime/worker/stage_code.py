@@ -39,7 +39,7 @@ class StageOfStep:
     def __init__(
         self,
         plan: Plan,
-        step: Plan | StepSpec,
+        step: StepSpec,
         worker: int,
         code: LoadedStage,
         transport: Transport,
@@ -87,7 +87,7 @@ class StageOfShape(StageOfStep):
         seed: int = 0,
         replica: int = 0,
     ) -> None:
-        super().__init__(plan, plan, worker, code, transport, seed, replica)
+        super().__init__(plan, plan.step, worker, code, transport, seed, replica)
         spec, of_first = plan.stages[worker], first.stages[worker]
         self.last = next(reversed(self.parts))
         self._weights = {

@@ -1,110 +1,92 @@
-"""One worker's update: takes gradients, makes a step of the optimizer, and predicts later weights from it."""
+"""The step of one worker's optimizer and of its scheduler."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NotRequired, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.checkpoint.optimizer_state import (
+    OptimizerState,
     load_optimizer_state,
     load_scheduler_state,
     optimizer_state,
     scheduler_state,
 )
+from fxpipe.checkpoint.shard import Count
 from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.errors import PolicyError, RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
-from fxpipe.policy.base import Policy
-from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import rate_of
-from fxpipe.policy.optimizers.update_repair import UpdateRepair
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
-from fxpipe.runtime.wires.collective import Collective
-from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
-from fxpipe.runtime.worker.clip import Clip
-from fxpipe.runtime.worker.gradients import GradientSum
-from fxpipe.runtime.worker.loss_scaler import LossScaler
-from fxpipe.runtime.worker.update_notes import UpdateNotes
+from fxpipe.runtime.worker.part import UpdatePart
+from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.task.callbacks import CALLBACKS
-from fxpipe.task.model_file import Task
+from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced, without_order_warning
 from fxpipe.task.several_optimizers import may_draw
 from fxpipe.task.what_trains import freezes_or_thaws
+from fxpipe.user_lines import user_traceback
 
 
-class Updater:
-    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and repairs.
+class UpdaterState(TypedDict):
+    """The state of a worker's optimizer, and what its next rates depend on."""
 
-    Args:
-        trained: the parameters by name; none on a worker that trains nothing.
-        gradients: sums the backwards' gradients for the next update.
-        delays: how many updates late each parameter's gradients are, for repairs.
-        task: its `optimizer` is called with the (name, parameter) pairs, if there are any, and its `lr_scheduler` with
-            that optimizer. The scheduler makes a step after every update, epoch or evaluation.
-        notes: exchange numbers of clipping and loss scaling with other workers.
-        keep_gradients: leave them in `grad` until the next update.
-        own: the trained parameters that are updated here, if replicas share the update; None for all.
-        replica: which replica this is, if they share the update: each has its own random numbers.
-        seed: of the run. The optimizer's random numbers depend on it, the worker and the update; the scheduler's on it
-            and the update only, so all workers have the same rates. The process's random state does not change.
+    optimizer: OptimizerState
+    scheduler: dict[Any, Any] | None
+    evaluated: NotRequired[Count]
+    metric_due: NotRequired[tuple[Count, float]]
+    set_rates: NotRequired[list[tuple[Count, list[float]]]]
+
+
+class Updater(UpdatePart):
+    """The optimizer of what one worker updates, with its scheduler, which makes a step every update, epoch or
+    evaluation.
+
+    The optimizer's random numbers depend on the run's seed, the worker and the update, and where replicas share the
+    update on the replica; the scheduler's on the seed and the update only, so all workers have the same rates. The
+    process's random state does not change.
 
     Attributes:
         optimizer: None if nothing is trained: the worker owns no parameters, or the user's optimizer takes none.
         per_epoch: the scheduler makes a step after every epoch.
         steps_per_epoch: updates in an epoch; known before the first update if `per_epoch`.
+        around: the context of the user's code in an update.
         metric: the scheduler makes a step after every evaluation, with this metric; None if it does not.
 
     Raises:
         TaskError: a hook of the user returned no optimizer of these parameters, or no scheduler.
-        PolicyError: the policy has an option that does not work with this optimizer.
     """
 
-    def __init__(
-        self,
-        *,
-        worker: int,
-        trained: Mapping[str, nn.Parameter],
-        gradients: GradientSum,
-        policy: Policy,
-        delays: Mapping[Tensor, int],
-        task: Task,
-        clip: Clip | None,
-        scaler: LossScaler | None,
-        notes: UpdateNotes,
-        keep_gradients: bool,
-        seed: int,
-        own: Mapping[str, nn.Parameter] | None = None,
-        replica: int = 0,
-    ) -> None:
-        self.worker = worker
-        self._place = (worker, replica) if replica else (worker,)
-        updated = trained if own is None else own
-        self.parameters = list(trained.values())
-        self._names = {id(parameter): name for name, parameter in trained.items()}
-        self._sum = gradients
-        self.clip, self.scaler, self.notes = clip, scaler, notes
+    name = "updater"
+    form = UpdaterState
+
+    def __init__(self, setting: WorkerSetting) -> None:
+        # The setting has its parts: no cycle may hold the parameters.
+        self._setting, self.worker = weakref.proxy(setting), setting.worker
+        task, updated = setting.task, setting.updated
+        self.parameters = list(setting.trained.values())
+        self._names = {id(parameter): name for name, parameter in setting.trained.items()}
         self.scheduler: Any = None
         self.per_epoch = False
-        self.steps_per_epoch: int | None = None
+        self.steps_per_epoch = setting.options.steps_per_epoch
         self.metric: str | None = None
         self._evaluated = 0  # the newest version whose metric the scheduler has had
         self._metric_due: tuple[int, float] | None = None  # a version, and the metric for the scheduler's next step
         self._used: float | None = None
         self.unsaved: UnsavedState | None = None
-        self.predictor: Predictor | None = None
-        self.repairs: list[UpdateRepair] = []
-        self._seed = seed
         self._set: list[tuple[int, list[float]]] = []  # updates, and the learning rates set for them
-        self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
-        self._keeps = keep_gradients
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         with random_state_kept():
-            self._reseed(*self._place, "optimizer")
+            self._reseed(*self._place(), "optimizer")
             self.optimizer = make_optimizer(task.optimizer, list(updated.items())) if updated else None
+            setting.optimizer = self.optimizer
             if self.optimizer is None:
                 return
             if frozen := [name for name in updated if name in self.updated and not updated[name].requires_grad]:
@@ -115,18 +97,20 @@ class Updater:
                 self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         callbacks = [function for name in CALLBACKS if (function := getattr(task.hooks, name)) is not None]
         self.unsaved = UnsavedState(self.optimizer, self.scheduler, callbacks)
-        if policy.predicts:
-            self.predictor = Predictor(self.optimizer, self.parameters, weight_form=policy.weight_form)
-        self.repairs = [repair.kind(self.optimizer, delays) for repair in policy.repairs]
 
-    def compare_replicas(self, collective: Collective | None, device: torch.device) -> None:
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        yield cls(setting)
+
+    def compare_replicas(self) -> None:
         """Check that all replicas of the worker have the same optimizer: they make the same update.
 
         Raises:
             RunError: a replica has a different one.
         """
+        collective = self._setting.collective
         if collective is not None:
-            check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective, device)
+            check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective)
 
     @property
     def updated(self) -> set[str]:
@@ -149,17 +133,16 @@ class Updater:
             return self._set[-1][1]
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def unfit(self, rates: Sequence[float]) -> RunError | None:
-        """Why these cannot be rates of the groups: not finite, below 0, or neither one for all nor one for each."""
+    def check_rates(self, rates: Sequence[float]) -> None:
+        """Raise RunError if these cannot be rates: not finite, below 0, or neither one for all groups nor one each."""
         groups = len(rates) if self.optimizer is None else len(self.optimizer.param_groups)
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            return RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
-        if len(rates) in (1, groups):
-            return None
-        return RunError(
-            f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
-            hint="give one rate for all groups, or one for each",
-        )
+            raise RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
+        if len(rates) not in (1, groups):
+            raise RunError(
+                f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
+                hint="give one rate for all groups, or one for each",
+            )
 
     def set_rates(self, update: int, rates: Sequence[float], made: int) -> None:
         """Set the learning rates of all groups from an update on.
@@ -167,7 +150,7 @@ class Updater:
         A scheduler continues from these rates, and may set others at its next step, as in a loop of plain PyTorch.
 
         Args:
-            rates: `unfit` returned None for them.
+            rates: `check_rates` has passed them.
             made: how many updates this worker has made.
         """
         if self.optimizer is None:
@@ -175,11 +158,6 @@ class Updater:
         groups = len(self.optimizer.param_groups)
         self._set.append((update, list(rates) if len(rates) == groups else list(rates) * groups))
         self.take_rates(made)
-
-    @property
-    def norm(self) -> float | None:
-        """The norm of all workers' gradients at the last update, if they are clipped (see `Clip.norm`)."""
-        return None if self.clip is None else self.clip.norm
 
     def scheduler_due(self, updates: int) -> bool:
         """Whether the scheduler makes a step after this many updates.
@@ -214,83 +192,53 @@ class Updater:
             )
         self._metric_due = version, metrics[self.metric]
 
-    def gather(self) -> None:
-        """A minibatch's backwards are over: put the gradients into `grad`."""
-        for parameter, gradient in zip(self.parameters, self._sum.take(), strict=True):
-            parameter.grad = gradient
-
-    def step(self, minibatch: int) -> None:
-        """The update itself; with exact clipping it waits for the other workers.
+    def apply(self, minibatch: int) -> None:
+        """Make the optimizer's step and the scheduler's, and free the gradients.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
         """
-        self.notes.apply(minibatch)
         if self.optimizer is not None:
-            with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
+            with random_state_kept() if self._may_draw(self.optimizer) else nullcontext(), self.around():
                 if self._metric_due is not None:
                     self._step_by_metric(*self._metric_due)
                 self.take_rates(minibatch)
                 self._used = rate_of(self.optimizer.param_groups[0])
                 self._update(minibatch, self.optimizer)
-        if not self._keeps:
+        if not self._setting.keep_gradients:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def state(self) -> dict[str, Any]:
-        """What the next updates depend on, except the weights, by the names of parameters; live tensors."""
-        found: dict[str, Any] = {"clip": next((field.state() for field in self.notes.fields), None)}
+    def state(self, version: int) -> Any:
         if self.optimizer is None:
-            return found
-        name = self._names
-        found["optimizer"] = optimizer_state(self.optimizer, name)
-        found["scheduler"] = None if self.scheduler is None else scheduler_state(self.scheduler)
+            return None
+        scheduler = None if self.scheduler is None else scheduler_state(self.scheduler)
+        state = UpdaterState(optimizer=optimizer_state(self.optimizer, self._names), scheduler=scheduler)
         if self.metric is not None:
-            found["evaluated"] = self._evaluated
+            state["evaluated"] = self._evaluated
             if self._metric_due is not None:
-                found["metric_due"] = self._metric_due
-        if self.predictor is not None:
-            found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
-        for repair in self.repairs:
-            if repair.entry:
-                found[repair.entry] = {name[id(p)]: tuple(kept) for p, *kept in repair.state()}
+                state["metric_due"] = self._metric_due
         if self._set:
-            found["set_rates"] = list(self._set)
-        return found
+            state["set_rates"] = list(self._set)
+        return state
 
-    def load(self, found: Sequence[dict[str, Any]], updates: int, same: bool) -> None:
-        """Continue from what `state` gave after this many updates.
-
-        Args:
-            found: this worker's if the cuts are the `same`, else all workers'.
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        """Load the optimizer's state, then the scheduler's; where that could not be saved, repeat its steps first.
 
         Raises:
             RunError: the state does not fit the optimizer.
         """
-        for field in self.notes.fields if found[0]["clip"] is not None else ():
-            field.load(found[0]["clip"], same)
-        known = [each for each in found if "optimizer" in each]
-        if self.optimizer is None or not known:
+        if self.optimizer is None or not states:
             return
-        if self.scheduler is not None and known[0]["scheduler"] is None:
-            self._repeat_scheduler(updates)
-        load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
-        if self.scheduler is not None and known[0]["scheduler"] is not None:
-            load_scheduler_state(self.scheduler, self._of_as_many_groups(known)["scheduler"])
-            self._evaluated = int(known[0].get("evaluated", 0))
-            self._metric_due = known[0].get("metric_due", known[0].get("heard"))  # its earlier name
-        self._set = list(known[0].get("set_rates", []))
-
-        def by_name(what: str) -> dict[str, Any]:
-            return {name: value for each in known for name, value in each.get(what, {}).items()}
-
-        own = {self._names[id(p)]: p for p in self.parameters}
-        if self.predictor is not None:
-            self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
-            every = range(len(self.parameters))
-            self.predictor.give_back(self.predictor.predict(1, every), every)  # fails here if the state does not fit
-        for repair in self.repairs:
-            repair.load([(own[n], *row) for n, row in by_name(repair.entry).items() if n in own])
+        first: UpdaterState = states[0]
+        if self.scheduler is not None and first["scheduler"] is None:
+            self._repeat_scheduler(version)
+        load_optimizer_state(self.optimizer, [state["optimizer"] for state in states], self._names)
+        if self.scheduler is not None and first["scheduler"] is not None:
+            load_scheduler_state(self.scheduler, self._of_as_many_groups(states)["scheduler"])
+            self._evaluated = int(first.get("evaluated", 0))
+            self._metric_due = first.get("metric_due")
+        self._set = list(first.get("set_rates", []))
 
     def _of_as_many_groups(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of a worker whose optimizer had as many groups as this one.
@@ -327,7 +275,7 @@ class Updater:
                     self.scheduler.step()
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
-        if not (skips := self.scaler is not None and self.scaler.skips):
+        if not (skips := any(part.skips for part in self._setting.parts)):
             self._step_optimizer(minibatch, optimizer)
         try:
             if self.scheduler is not None and self.scheduler_due(minibatch + 1):
@@ -339,18 +287,14 @@ class Updater:
 
     def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         try:
-            for repair in self.repairs:
-                repair.before_step()
-            if self.predictor is not None:
-                self.predictor.before_step()
+            for part in self._setting.parts:
+                part.before_step()
             if self._may_draw(optimizer):
-                self._reseed(*self._place, "update", minibatch)
+                self._reseed(*self._place(), "update", minibatch)
             optimizer.step()
-            for repair in self.repairs:
-                repair.after_step()
-            if self.predictor is not None:
-                self.predictor.observe()
-        except PolicyError:
+            for part in self._setting.parts:
+                part.after_step()
+        except (PolicyError, OptimizerRefused):
             raise
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
@@ -377,19 +321,24 @@ class Updater:
         except Exception as error:
             raise RunError(
                 f"the scheduler failed on worker {self.worker}, after step {version}: {type(error).__name__}: {error}",
-                where=f"{type(self.scheduler).__name__}.step({self.metric})",
+                where=user_traceback(error) or f"{type(self.scheduler).__name__}.step({self.metric})",
             ) from error
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's optimizers do not. Keeping the state takes 0.2 ms."""
         return self.scheduler is not None or may_draw(optimizer)
 
+    def _place(self) -> tuple[int, ...]:
+        """Whose random numbers are used."""
+        replica = self._setting.replica
+        return (self.worker, replica) if replica and self._setting.shares else (self.worker,)
+
     def _reseed(self, *place: object) -> None:
-        seed_generators(seed_of(self._seed, *place), self._device_type)
+        seed_generators(seed_of(self._setting.options.seed, *place), self._setting.device.type)
 
     def _failed(self, error: Exception, minibatch: int, what: object) -> RunError:
         return RunError(
             f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
-            where=f"{type(what).__name__}.step()",
+            where=user_traceback(error) or f"{type(what).__name__}.step()",
             hint="fxpipe calls step() without arguments, the optimizer's once for every update",
         )

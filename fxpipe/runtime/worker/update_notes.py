@@ -11,77 +11,26 @@ exception: if W is separate from B, a worker waits until the later workers end t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from fxpipe.runtime.wires.addresses import DOWN, UP
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.schedule.action import Action
 
 
-class NoteField(ABC):
-    """Some numbers in the notes of each update, and what a worker does with them.
-
-    Attributes:
-        up: how many numbers come up from the next worker.
-        down: how many come down from the worker before.
-        with_forward: they come down with the first forward of a minibatch, not before its update.
-    """
-
-    up: int
-    down: int
-    with_forward: bool = False
-
-    def begin(self) -> None:  # noqa: B027
-        """The pipeline is empty."""
-
-    def state(self) -> Any:
-        """What forwards that are repeated after an interruption need, as plain values."""
-        return None
-
-    def load(self, state: Any, same: bool) -> None:  # noqa: B027
-        """Continue from what `state` gave: of this worker if the cuts are the `same`, else of some worker."""
-
-    @abstractmethod
-    def measure(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """The minibatch's gradients are complete on this worker: compute its own numbers."""
-
-    @abstractmethod
-    def pass_up(self, behind: Tensor) -> Tensor:
-        """What to send up, from this worker's numbers and those received; the last worker receives zeros."""
-
-    @abstractmethod
-    def pass_down(self, before: Tensor) -> Tensor:
-        """What to send down, from what this worker knows and has received; worker 0 receives zeros."""
-
-    @abstractmethod
-    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """All notes have arrived: change the gradients in place."""
-
-
 class UpdateNotes:
-    """The notes of one worker; there are none without fields.
+    """The notes of one worker; there are none if no part of its update has numbers for them.
 
     Args:
-        parameters: whose gradients the fields measure and change.
-
-    Attributes:
-        fields: in the order in which they measure and change gradients.
+        parts: of its update, in the order in which they measure and change gradients and weights.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        workers: int,
-        transport: Transport,
-        fields: Sequence[NoteField],
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        self._transport, self.fields, self._parameters = transport, fields, parameters
+    def __init__(self, worker: int, workers: int, transport: Transport, parts: Sequence[UpdatePart]) -> None:
+        self._transport, self._parts = transport, parts
+        self._fields = fields = [part for part in parts if part.up or part.down]
         before = worker - 1 if fields and worker else None
         behind = worker + 1 if fields and worker + 1 < workers else None
         self._ways = {
@@ -112,27 +61,27 @@ class UpdateNotes:
 
     def announce(self, minibatch: int) -> None:
         """The gradients are complete on this worker: wait for the note of the next, then send one up."""
-        for field in self.fields:
-            field.measure(minibatch, self._parameters)
+        for part in self._parts:
+            part.measure(minibatch)
         self._pass(UP, minibatch)
 
     def apply(self, minibatch: int) -> None:
-        """Change the gradients in place; may wait for the note of the worker before."""
+        """Let each part do its part of the update; may wait for the note of the worker before, and other replicas."""
         if not self._with_forward:
             self._pass(DOWN, minibatch)
-        for field in self.fields:
-            field.apply(minibatch, self._parameters)
+        for part in self._parts:
+            part.apply(minibatch)
 
     def _pass(self, kind: str, minibatch: int) -> None:
-        """Give each field its part of one neighbour's note, and send what the fields return to the other neighbour."""
-        if not self.fields:
+        """Give each its numbers of one neighbour's note, and send what they return to the other neighbour."""
+        if not self._fields:
             return
         source, target, counts = self._ways[kind]
         if source is None:
             heard = torch.zeros(sum(counts), dtype=torch.float64)
         else:
             heard = self._transport.recv_note(source, (kind, minibatch))
-        parts = zip(self.fields, heard.split(counts), strict=True)
-        told = [field.pass_up(part) if kind == UP else field.pass_down(part) for field, part in parts]
+        numbers = zip(self._fields, heard.split(counts), strict=True)
+        told = [field.pass_up(those) if kind == UP else field.pass_down(those) for field, those in numbers]
         if target is not None:
             self._transport.send_note(target, (kind, minibatch), torch.cat(told))

@@ -74,35 +74,31 @@ class ReadVersions:
         self._expected: dict[int, int] = {}
         self._initial = {n: t for n, t in initial.items() if n not in parameters and demand.parameters[n].trained}
 
-    def begin(self, start: int, stop: int | None = None) -> None:
-        """Begin a segment: the pipeline is empty, every owner is at version `start`.
+    def begin(self, start: int, stop: int | None = None, past: Past | None = None, sent: Sent | None = None) -> None:
+        """Begin a segment with an empty pipeline, or go on in the middle, as if minibatches had stayed in flight.
 
         Weight copies of version 0 are the initial weights; those of a later version are sent here.
-        """
-        assert self.live == start, f"worker {self.worker} is at version {self.live}, not {start}"
-        owners = self._empty(start, stop, start)
-        if start > 0:
-            self._send_copies()
-        else:
-            self.copies.hold_initial(self._readers, self._trained, sorted(owners), self._initial)
-            for owner in owners:
-                for ahead, unread in self._unread.of(owner, 0).items():
-                    self._held[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
-                self._expected[owner] = 0
-            self._initial = {}
-
-    def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
-        """Resume in the middle of a segment that began at `start`, as if minibatches had stayed in flight.
 
         Args:
+            start: the version of all owners when the segment began.
             past: what actions of the minibatches in flight read of earlier versions of this worker's parameters (see
                 `Captures`); kept here from then on.
             sent: what other workers had of them, if it differs.
         """
+        assert past is not None or self.live == start, f"worker {self.worker} is at {self.live}, not {start}"
+        past, sent = past or {}, sent or {}
         if past and not self._counts_own:
             self._counts_own = True
             self._parts = {phase: self._part(self.demand.plan, phase, self._frozen) for phase in PHASES}
-        owners = self._empty(start, stop, self.live)
+        owners, initial = self._empty(start, stop, self.live), self._initial
+        self._initial = {}
+        if self.live == 0:
+            self.copies.hold_initial(self._readers, self._trained, sorted(owners), initial)
+            for owner in owners:
+                for ahead, unread in self._unread.of(owner, 0).items():
+                    self._held[owner, 0, ahead] = {name: initial[name] for name in unread.message.names}
+                self._expected[owner] = 0
+            return
         for owner in owners:
             self._expected[owner] = max(start, self.live - self.demand.reach(owner)) - 1
         for version in range(max(start, self.live - self.demand.reach(self.worker)), self.live):
@@ -111,7 +107,6 @@ class ReadVersions:
                     held = past[version, ahead]
                     self._held[self.worker, version, ahead] = {name: held[name] for name in unread.message.names}
             self._send_again(version, past, sent)
-        self._initial = {}
         if sent:
             self._send_again(self.live, past, sent)
         else:

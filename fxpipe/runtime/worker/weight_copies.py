@@ -232,30 +232,30 @@ class Predictions:
     """Predictions from the live version, each computed once; later predictions reuse their memory.
 
     Args:
-        predictor: None if the policy does not predict, or the worker trains nothing.
         trained: the live weights by name.
 
     Attributes:
+        predictor: None if the policy does not predict, or the worker trains nothing.
         made: the predictions, by distance and name.
     """
 
     def __init__(self, predictor: Predictor | None, trained: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.made: dict[int, dict[str, Tensor]] = {}
-        self._predictor = predictor
+        self.predictor = predictor
         self._trained = trained
         self._transport = transport
         self._index = {name: i for i, name in enumerate(trained)}
 
     def look(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
         """The live weights, predicted `ahead` updates ahead."""
-        if ahead == 0 or self._predictor is None:
+        if ahead == 0 or self.predictor is None:
             return self._trained
         found = self.made.setdefault(ahead, {})
         missing = [name for name in names if name not in found]
         if missing:
             watch = self._transport.watch
             watch.open("predict")
-            values = self._predictor.predict(ahead, [self._index[name] for name in missing])
+            values = self.predictor.predict(ahead, [self._index[name] for name in missing])
             found.update(zip(missing, values, strict=True))
             watch.close()
         return found
@@ -281,5 +281,5 @@ class Predictions:
 
     def give_back(self, predicted: Mapping[str, Tensor]) -> None:
         """Take back the memory of predictions that `keep` returned."""
-        if predicted and self._predictor is not None:
-            self._predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])
+        if predicted and self.predictor is not None:
+            self.predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])

@@ -8,176 +8,129 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.checkpoint.shard import Past, Sent
-from fxpipe.observe.staleness import StalenessLog
-from fxpipe.plan.spec import Phase, Plan
-from fxpipe.policy.demand import Demand
-from fxpipe.runtime.wires.collective import Collective
+from fxpipe.plan.spec import Phase
+from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.averages import Averages, MovingAverage
+from fxpipe.runtime.worker.around_step import AroundStep
 from fxpipe.runtime.worker.clip import Clip
-from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, SharedUpdate
-from fxpipe.runtime.worker.loss_scaler import LossScaler
-from fxpipe.runtime.worker.observer import Observer
-from fxpipe.runtime.worker.outer_step import OuterStep
+from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, buckets_of
+from fxpipe.runtime.worker.parts import make_parts
+from fxpipe.runtime.worker.setting import Kind, WorkerSetting
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.runtime.worker.update_notes import UpdateNotes
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.schedule.action import Action
-from fxpipe.task.model_file import Task
-
-OUTER, OUTER_MOMENTUM = "outer", "outer_momentum"
-"""Keys of the state of outer steps: each replica's own, and the momentum, which replica 0 saves for all."""
+from fxpipe.task.parameter_attributes import hang
 
 
 class WeightStore:
     """The parameters that one worker owns, their gradients, and their updates.
 
     Args:
+        setting: gets the owned parameters and the parts of their updates here.
         initial: the initial values of all parameters the worker owns or reads, by name; the store takes them over.
-        task: makes the optimizer of the owned trained parameters, if there are any, and its scheduler.
-        keep_gradients: keep gradients for `gradients()`; otherwise they are freed right after the update.
-        clip: scales the gradients before every update; None leaves them as they are.
-        seed: of the run, for random numbers in the optimizer.
-        collective: what this replica exchanges with the worker's other replicas; None if there are none.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
+        trained: those of them that are trained.
         versions: the versions that actions read, of these weights and of other workers'.
         due: the minibatch whose update was begun; None between updates.
         summed: the number of minibatches whose gradients are complete; with late updates it may be one more than
             `version` between two actions.
-        updater: makes the updates.
-        averages: of the trained parameters; None unless the run asks for them.
-        staleness: compares the weights of forwards with those that their updates change; None unless asked for.
-        outer: makes outer steps, if replicas train separately; else None.
-        shared: the exchange of an update that replicas share; None if each replica makes all of it.
+        parts: of the updates, in their order; `updater`, which has the optimizer, is one of them.
+        notes: exchange the parts' numbers with other workers.
         observers: what follows this worker.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        worker: int,
-        demand: Demand,
-        transport: Transport,
-        initial: Mapping[str, Tensor],
-        task: Task,
-        keep_gradients: bool = False,
-        clip: Clip | None = None,
-        scaler: LossScaler | None = None,
-        seed: int = 0,
-        collective: Collective | None = None,
-    ) -> None:
-        self.worker = worker
-        self.demand = demand
-        self.transport = transport
+    def __init__(self, setting: WorkerSetting, transport: Transport, initial: Mapping[str, Tensor]) -> None:
+        plan, worker = setting.plan, setting.worker
+        self.worker, self.setting, self.transport = worker, setting, transport
+        self.demand = demand = setting.recipe.demand
         self.summed = 0
         self.due: int | None = None
-        self.averages: Averages | None = None
-        self.staleness: StalenessLog | None = None
-        self.outer: OuterStep | None = None
-        self.observers: list[Observer] = []
-        self.parameters: dict[str, nn.Parameter] = {
-            p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
+        self.observers = setting.observers
+        setting.parameters |= {
+            p.name: hang(nn.Parameter(initial[p.name], requires_grad=p.trained), p.name, plan.attributes)
+            for p in plan.owned(worker)
         }
-        self.trained = {p.name: self.parameters[p.name] for p in plan.owned(worker) if p.trained}
+        self.parameters, self.trained = setting.parameters, setting.trained
         index = {name: i for i, name in enumerate(self.trained)}
         live = list(self.trained.values())
         order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
         divisor = 1 if plan.scales_loss else plan.loss_divisor
         self._sum = GradientSum(live, order, divisor)
         self._over_replicas: ReplicatedSum | None = None
-        self.shared: SharedUpdate | None = None
-        if collective is not None:
-            buckets = {
-                bucket.name: [index[demand.parameters[name].name] for name in bucket.parameters]
-                for bucket in plan.stages[worker].buckets
-            }
-            updaters = plan.updaters(worker)
+        if setting.collective is not None and plan.outer is None:
             self._sum = self._over_replicas = ReplicatedSum(
-                live, order, divisor, collective, buckets, [updaters[name] for name in self.trained if updaters]
+                live, order, divisor, setting.collective, buckets_of(setting), list(setting.shares.values())
             )
-            if updaters:
-                self.shared = SharedUpdate(self.trained, updaters, buckets, collective)
-                if clip is not None:
-                    clip.measure_by(self.shared.norms)
-        self.updater = Updater(
-            worker=worker,
-            trained=self.trained,
-            gradients=self._sum,
-            policy=demand.policy,
-            delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
-            task=task,
-            clip=clip,
-            scaler=scaler,
-            notes=UpdateNotes(worker, plan.workers, transport, [f for f in (scaler, clip) if f is not None], live),
-            keep_gradients=keep_gradients,
-            seed=seed,
-            own=None if self.shared is None else self.shared.own,
-            replica=0 if collective is None or self.shared is None else collective.replica,
-        )
-        predictor = self.updater.predictor
+        self.parts = make_parts(setting)
+        updater = setting.part(Updater)
+        assert updater is not None
+        self.updater = updater
+        self.notes = UpdateNotes(worker, plan.workers, transport, self.parts)
+        around = [part.work for part in self.parts if isinstance(part, AroundStep)]
+        predictor = next((work for work in around if isinstance(work, Predictor)), None)
+        seed = setting.options.seed
         self.versions = ReadVersions(plan, worker, demand, transport, initial, self.parameters, predictor, seed)
 
-    def begin(self, start: int, stop: int | None = None) -> None:
-        """Begin a segment: the pipeline is empty, every owner is at version `start`; see `ReadVersions.begin`."""
-        self._empty()
-        for field in self.updater.notes.fields:
-            field.begin()
-        self.versions.begin(start, stop)
-        if self.staleness is not None:
-            self.staleness.begin()
-            self._log_staleness()
+    def part(self, kind: type[Kind]) -> Kind | None:
+        """The part of the updates of a class; None if they have none."""
+        return self.setting.part(kind)
 
-    def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
-        """Resume in the middle of a segment; see `ReadVersions.go_on`."""
-        self._empty()
-        self.versions.go_on(start, past, sent, stop)
+    def begin(self, start: int, stop: int | None = None, past: Past | None = None, sent: Sent | None = None) -> None:
+        """Begin a segment with an empty pipeline, or go on in the middle of it; see `ReadVersions.begin`.
 
-    def _empty(self) -> None:
-        """Forget the begun update of an interrupted pipeline."""
-        self.due = None
+        Args:
+            past: None begins it.
+        """
+        self.due = None  # of an interrupted pipeline
         self.summed = self.version
-        if self.outer is not None:
-            self.outer.go_on()
+        for part in self.parts:
+            part.begin()
+        self.versions.begin(start, stop, past, sent)
+        for part in self.parts if past is None else ():
+            part.emptied()
+            part.reached(self.versions)
 
     @property
     def version(self) -> int:
         """How many updates this worker has made."""
         return self.versions.live
 
+    @property
+    def norm(self) -> float | None:
+        """The norm of all workers' gradients at the last update, if they are clipped (see `Clip.norm`)."""
+        clip = self.part(Clip)
+        return None if clip is None else clip.norm
+
     def state(self) -> dict[str, Any]:
-        """What a run needs to continue, except the parameters and what `versions` keeps; live tensors."""
-        averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
-        found = {"updater": self.updater.state(), "averages": averages}
-        if self.outer is not None:
-            found[OUTER] = self.outer.state(self.version)
-            if self.outer.first:
-                found[OUTER_MOMENTUM] = self.outer.momentum()
-        return found
+        """By part's name, what a run needs to continue, except the parameters and what `versions` keeps; live tensors.
+
+        Another replica than the first leaves out what all have alike.
+        """
+        parts = [part for part in self.parts if part.name and not (part.alike and self.setting.replica)]
+        states = {part.name: part.state(self.version) for part in parts}
+        return {name: state for name, state in states.items() if state is not None}
 
     @property
     def saved(self) -> dict[str, Tensor]:
         """The parameters for a checkpoint; if replicas train separately, their common weights."""
-        return {**self.parameters, **({} if self.outer is None else self.outer.common())}
+        return dict(self.parameters) | {name: value for part in self.parts for name, value in part.common().items()}
 
-    def load(self, found: Sequence[dict[str, Any]], version: int, same: bool) -> None:
+    def load(self, states: Sequence[Mapping[str, Any]], version: int, same: bool) -> None:
         """Continue from what `state` gave; the parameters themselves have been loaded.
 
         Args:
-            found: this worker's if the cuts are the `same`, else all workers'.
+            states: this worker's if the cuts are the `same`, else all workers'.
         """
         self.versions.live = version
-        self.updater.load([each["updater"] for each in found], version, same)
-        if self.outer is not None:
-            self.outer.load(found[0].get(OUTER) if same else None, found[0].get(OUTER_MOMENTUM, {}), version)
-        averages = {name: value for each in found for name, value in (each["averages"] or {}).items()}
-        if isinstance(self.averages, MovingAverage) and averages:
-            self.averages.load(averages, version)
+        for part in self.parts:
+            part.load([state[part.name] for state in states if part.name in state], version, same)
 
     def expect(self, action: Action) -> None:
         """Announce the notes and weight copies that an action needs, some actions before it."""
-        self.updater.notes.expect(action, self.updated_by(action))
+        self.notes.expect(action, self.updated_by(action))
         self.versions.expect(action)
 
     def add(self, phase: Phase, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
@@ -197,7 +150,7 @@ class WeightStore:
         """The pipeline is empty: begin the update of the minibatch `owed`, as `update`."""
         minibatch = self.owed
         assert minibatch is not None
-        self.updater.notes.expect(None, minibatch)
+        self.notes.expect(None, minibatch)
         self.update(minibatch)
 
     def update(self, minibatch: int) -> None:
@@ -221,10 +174,11 @@ class WeightStore:
         assert minibatch is not None
         for observer in self.observers:
             observer.leaving(self.version)
-        self.versions.leave()  # first: some predictions need the last update's gradient, which `gather` replaces
-        self.updater.gather()
-        if self.shared is not None and self.updater.clip is not None:
-            self.shared.start_norms(minibatch)
+        self.versions.leave()  # first: some predictions need the last update's gradient, which is replaced here
+        for parameter, gradient in zip(self.trained.values(), self._sum.take(), strict=True):
+            parameter.grad = gradient
+        for part in self.parts:
+            part.gathered(minibatch)
 
     def settle(self) -> int:
         """Make the announced update, and send weight copies of the new version; returns the minibatch.
@@ -236,26 +190,11 @@ class WeightStore:
         """
         minibatch, self.due = self.due, None
         assert minibatch is not None
-        if self.staleness is not None and self.updater.optimizer is not None:
-            self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
-        self.updater.step(minibatch)
-        if self.outer is not None:
-            self.outer.begin(minibatch + 1)
-            self.outer.end(minibatch + 1)
-        if self.shared is not None:
-            self.shared.start_weights(minibatch)
-            self.shared.take_weights(minibatch)
-        if self.averages is not None:
-            self.averages.update()
+        self.notes.apply(minibatch)
         self.versions.advance()
-        if self.staleness is not None:
-            self._log_staleness()
+        for part in self.parts:
+            part.reached(self.versions)
         return minibatch
-
-    def _log_staleness(self) -> None:
-        assert self.staleness is not None
-        self.staleness.live(self.version, self.versions.start, self.versions.predictions.look)
-        self.versions.predictions.forget_all()
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""

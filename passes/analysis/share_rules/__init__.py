@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
-from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, operator_of, unknown
 from torch import fx
 
 from fxpipe.ir.aten import is_pointwise
+from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
+from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, operator_of, unknown
 
 _RULES: dict[str, Rule] = {
     name: rule

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share, fits
-from fxpipe.passes.analysis.whole_call import whole_shape
 from torch import fx
 
 from fxpipe.ir.program import info, value
+from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share, allows
+from fxpipe.passes.analysis.whole_call import whole_shape
 from fxpipe.torch_private import OpOverload, schema_of
 
 SAME, UNIFORM, SUM, MEAN = Share.SAME, Share.UNIFORM, Share.SUM, Share.MEAN
@@ -20,7 +20,7 @@ SAME, UNIFORM, SUM, MEAN = Share.SAME, Share.UNIFORM, Share.SUM, Share.MEAN
 class OperatorCall:
     """An operator's call: its arguments by the names of its schema, and what is known about them."""
 
-    found: Microbatches
+    facts: Microbatches
     node: fx.Node
 
     @property
@@ -29,22 +29,22 @@ class OperatorCall:
 
     def get(self, argument: str) -> Any:
         """The value of an argument, its default if it is not given."""
-        for i, known in enumerate(schema_of(self.node.target).arguments):
-            if known.name == argument:
+        for i, declared in enumerate(schema_of(self.node.target).arguments):
+            if declared.name == argument:
                 if i < len(self.node.args):
                     return self.node.args[i]
-                return self.node.kwargs.get(argument, known.default_value)
+                return self.node.kwargs.get(argument, declared.default_value)
         raise KeyError(argument)
 
     @property
     def tensors(self) -> list[fx.Node]:
         """All arguments that are tensors, each as often as it occurs."""
-        found: list[fx.Node] = []
-        fx.node.map_arg((self.node.args, self.node.kwargs), found.append)
-        return found
+        nodes: list[fx.Node] = []
+        fx.node.map_arg((self.node.args, self.node.kwargs), nodes.append)
+        return nodes
 
     def known(self, node: fx.Node) -> Any:
-        return self.found.known[node]
+        return self.facts.known[node]
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
         shown = value(node or self.node)
@@ -56,64 +56,63 @@ class OperatorCall:
         place = f" ({info(self.node).source})" if info(self.node).source else ""
         return Lost(f"{self.name}{place} {why}", self.node.name)
 
-    def may_be(self, known: Known) -> bool:
+    def may_be(self, share: Known) -> bool:
         """Whether the result's shape in the whole batch, if known, allows it."""
         whole = whole_shape(self.node)
-        return whole is None or fits(known, self.shape(), whole, self.found.parts)
+        return whole is None or allows(share, self.shape(), whole, self.facts.parts)
 
     def whole(self, node: fx.Node) -> bool:
         """Whether a value is the whole minibatch's, or can be: then it becomes so (`Microbatches.totals`)."""
         share = self.known(node)
-        if share in (SUM, MEAN) and node in self.found.alone:
-            self.found.totals[node] = share
-        return is_same(share) or node in self.found.totals
+        if share in (SUM, MEAN) and node in self.facts.alone:
+            self.facts.totals[node] = share
+        return is_same(share) or node in self.facts.totals
+
+    def same_dims(self, node: fx.Node) -> frozenset[int]:
+        """Along which of its dimensions a value is known to be the same."""
+        share = self.known(node)
+        if isinstance(share, Alike):
+            return share.dims
+        return frozenset(range(len(self.shape(node))) if share is UNIFORM else ())
+
+    def period(self, node: fx.Node, dim: int) -> int:
+        """After how many places along a dimension a value is known to repeat; its size if that is unknown."""
+        share, size = self.known(node), self.shape(node)[dim]
+        if size == 1 or dim in self.same_dims(node):
+            return 1
+        return dict(share.periods).get(dim, size) if isinstance(share, Alike) else size
+
+    def is_same_for_samples(self, node: fx.Node, dim: int, rows: Rows, size: int) -> bool:
+        """Whether a value that is the same in every microbatch is also the same for every sample.
+
+        Args:
+            dim: its dimension where the samples are.
+            rows: of a dimension of this size.
+        """
+        repeats = self.period(node, dim)
+        of_sample, groups = divmod(size // rows.outer, self.facts.batch)
+        return repeats == 1 or (repeats < self.shape(node)[dim] and not groups and of_sample % repeats == 0)
 
 
-def is_same(known: Any) -> bool:
+def is_same(share: Any) -> bool:
     """Whether a value is the same in every microbatch."""
-    return known in (SAME, UNIFORM) or isinstance(known, Alike)
-
-
-def alike(known: Any, count: int) -> frozenset[int]:
-    """Along which of its `count` dimensions a value is known to be the same."""
-    if isinstance(known, Alike):
-        return known.dims
-    return frozenset(range(count) if known is UNIFORM else ())
-
-
-def period(known: Any, dim: int, shape: Sequence[int]) -> int:
-    """After how many places along a dimension a value is known to repeat; its size if that is unknown."""
-    if shape[dim] == 1 or dim in alike(known, len(shape)):
-        return 1
-    return dict(known.periods).get(dim, shape[dim]) if isinstance(known, Alike) else shape[dim]
-
-
-def goes_with(call: OperatorCall, rows: Rows, size: int, known: Any, dim: int, shape: Sequence[int]) -> bool:
-    """Whether a value that is the same in every microbatch is also the same for every sample.
-
-    Args:
-        rows: of a dimension of this size.
-        known, dim, shape: of the value; its dimension at that place.
-    """
-    repeats = period(known, dim, shape)
-    of_sample, groups = divmod(size // rows.outer, call.found.batch)
-    return repeats == 1 or (repeats < shape[dim] and not groups and of_sample % repeats == 0)
+    return share in (SAME, UNIFORM) or isinstance(share, Alike)
 
 
 Rule = Callable[[OperatorCall], Any]
 """What a call's result is, from what its arguments are; a tuple if its results differ."""
 
 
-def made_of_totals(found: Microbatches, node: fx.Node) -> bool:
+def made_of_totals(facts: Microbatches, node: fx.Node) -> bool:
     """Whether a value is, or is computed from, one that was made the whole minibatch's."""
-    seen, rest = set(), [node]
-    while rest:
-        at = rest.pop()
-        if at in found.totals:
+    seen, stack = set(), [node]
+    while stack:
+        at = stack.pop()
+        if at in facts.totals:
             return True
-        if at not in seen and at in found.alone and at.op == "call_function" and not fills(at):
+        if at not in seen and at in facts.alone and at.op == "call_function" and not fills(at):
             seen.add(at)
-            rest += at.all_input_nodes
+            stack += at.all_input_nodes
     return False
 
 
@@ -141,7 +140,7 @@ def unknown(call: OperatorCall) -> Known:
 
 def by_elements(call: OperatorCall) -> Known:
     """Each element of the result comes from the elements at the same place after broadcasting."""
-    rows = aligned(call, call.tensors, call.shape())
+    rows = common_rows(call, call.tensors, call.shape())
     if rows is not None:
         return rows
     return without_rows(call) or not_linear(call)
@@ -153,46 +152,46 @@ def not_linear(call: OperatorCall) -> Lost:
     return call.lost(f"is not linear, and is applied to {of.value}")
 
 
-def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]) -> Known | None:
+def common_rows(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]) -> Known | None:
     """Rows of a result to which tensors are broadcast; None if none of them has rows."""
-    found: Rows | None = None
+    common: Rows | None = None
     for node in tensors:
-        if not isinstance(known := call.known(node), Rows):
+        if not isinstance(share := call.known(node), Rows):
             continue
-        rows = Rows(known.dim + len(shape) - len(call.shape(node)), known.outer)
-        if found not in (None, rows):
+        rows = Rows(share.dim + len(shape) - len(call.shape(node)), share.outer)
+        if common not in (None, rows):
             return call.lost("puts samples together with other samples")
-        found = rows
-    if found is None:
+        common = rows
+    if common is None:
         return None
-    size = shape[found.dim]
+    size = shape[common.dim]
     for node in tensors:
-        known, own = call.known(node), call.shape(node)
-        dim = found.dim - len(shape) + len(own)
-        if isinstance(known, Rows):
-            if own[dim] != size:
+        share, its_shape = call.known(node), call.shape(node)
+        dim = common.dim - len(shape) + len(its_shape)
+        if isinstance(share, Rows):
+            if its_shape[dim] != size:
                 return call.lost("puts samples together with other samples")
         elif not call.whole(node):
-            return call.lost(f"combines samples with {known.value}")
-        elif dim >= 0 and not goes_with(call, found, size, known, dim, own):
+            return call.lost(f"combines samples with {share.value}")
+        elif dim >= 0 and not call.is_same_for_samples(node, dim, common, size):
             return call.lost(
                 "combines samples with a tensor that has a row for each and is the same for every microbatch"
             )
-    return found
+    return common
 
 
 def argument(call: OperatorCall, name: str) -> Any:
     return call.get(name) if any(a.name == name for a in schema_of(call.node.target).arguments) else None
 
 
-def reduced(call: OperatorCall, count: int) -> set[int]:
-    given = next((v for name in ("dim", "dims") if (v := argument(call, name)) is not None), None)
-    if given is None or given == []:
+def reduced_dims(call: OperatorCall, count: int) -> set[int]:
+    dims = next((v for name in ("dim", "dims") if (v := argument(call, name)) is not None), None)
+    if dims is None or dims == []:
         return set(range(count))
-    return {d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}
+    return {d % max(count, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
 
 
-def moved(call: OperatorCall) -> list[int | None]:
+def new_places(call: OperatorCall) -> list[int | None]:
     """The place of each dimension of the argument in the result of permute, unsqueeze, squeeze, select and reductions.
 
     None if it disappears.
@@ -209,7 +208,7 @@ def moved(call: OperatorCall) -> list[int | None]:
     if call.name == "unsqueeze":
         at = call.get("dim") % after
         return [d + (d >= at) for d in range(len(shape))]
-    gone = reduced(call, len(shape))
+    gone = reduced_dims(call, len(shape))
     if call.name == "squeeze":
         gone = {d for d in gone if shape[d] == 1}
     if argument(call, "keepdim"):

@@ -10,34 +10,34 @@ from fxpipe.passes.analysis.share_rules.call import (
     SUM,
     OperatorCall,
     Rule,
-    aligned,
     by_elements,
+    common_rows,
     unknown,
 )
 
 
 def _placed(call: OperatorCall) -> Known:
     """The gradient of a select or a slice, placed into zeros."""
-    known: Known = call.known(call.get("grad_output"))
-    if not isinstance(known, Rows):
-        return known if known in (SUM, MEAN) else unknown(call)
+    share: Known = call.known(call.get("grad_output"))
+    if not isinstance(share, Rows):
+        return share if share in (SUM, MEAN) else unknown(call)
     dim = call.get("dim") % len(call.shape())
     if call.name == "select_backward":
-        return Rows(known.dim + (dim <= known.dim), known.outer)
-    return known if dim != known.dim else call.lost("takes some samples of the batch")
+        return Rows(share.dim + (dim <= share.dim), share.outer)
+    return share if dim != share.dim else call.lost("takes some samples of the batch")
 
 
 def _loss(call: OperatorCall) -> Known:
     """An element-wise loss: a mean over one microbatch divides by a number that is not the whole batch's."""
     if call.get("reduction") == 1:
         return call.lost("divides by the size of one microbatch")
-    return aligned(call, call.tensors, call.shape()) or unknown(call)
+    return common_rows(call, call.tensors, call.shape()) or unknown(call)
 
 
 def _likelihood(call: OperatorCall) -> Known:
     rows = call.known(call.get("self"))
-    given = [call.get(name) for name in ("grad_output", "target")]
-    fits = isinstance(rows, Rows) and rows.dim == 0 and all(call.known(n) == rows or call.whole(n) for n in given)
+    others = [call.get(name) for name in ("grad_output", "target")]
+    fits = isinstance(rows, Rows) and rows.dim == 0 and all(call.known(n) == rows or call.whole(n) for n in others)
     if call.get("reduction") == 1 or not fits:
         return call.lost("divides by the size of one microbatch, or has targets that are not rows of the batch")
     return rows

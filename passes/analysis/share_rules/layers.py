@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
+
+from fxpipe.ir.program import value
 from fxpipe.passes.analysis.share import Known, Lost, Rows
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
@@ -12,25 +15,20 @@ from fxpipe.passes.analysis.share_rules.call import (
     SUM,
     OperatorCall,
     Rule,
-    aligned,
-    alike,
     argument,
-    goes_with,
+    common_rows,
     not_linear,
     operator_of,
-    reduced,
+    reduced_dims,
     unknown,
     without_rows,
 )
-from torch import fx
-
-from fxpipe.ir.program import value
 
 
 def _along(call: OperatorCall) -> Known:
     """Works along a dimension: softmax, cumsum, sort, flip; samples stay separate unless it is the batch's."""
-    rows = aligned(call, call.tensors, call.shape(call.tensors[0]))
-    if isinstance(rows, Rows) and rows.dim in reduced(call, len(call.shape(call.tensors[0]))):
+    rows = common_rows(call, call.tensors, call.shape(call.tensors[0]))
+    if isinstance(rows, Rows) and rows.dim in reduced_dims(call, len(call.shape(call.tensors[0]))):
         return call.lost("works along the batch")
     return rows or without_rows(call) or not_linear(call)
 
@@ -48,32 +46,31 @@ def _product(call: OperatorCall) -> Known:
     inner_left, inner_right = count - 1, len(call.shape(other)) - 2 if len(call.shape(other)) > 1 else 0
     if isinstance(left, Rows) and isinstance(right, Rows):
         if count == 3 and left == right and left.dim == 0:
-            made: Known = left
+            rows: Known = left
         elif left.dim == inner_left and right.dim == inner_right and left.outer == right.outer and not added:
             return SUM
         else:
             return call.lost("multiplies samples with other samples")
-    elif isinstance(left, Rows) and left.dim != inner_left and call.whole(other) and _goes(call, left, other):
-        made = left
-    elif isinstance(right, Rows) and right.dim != inner_right and call.whole(one) and _goes(call, right, one):
-        made = right
+    elif isinstance(left, Rows) and left.dim != inner_left and call.whole(other) and _is_one_factor(call, left, other):
+        rows = left
+    elif isinstance(right, Rows) and right.dim != inner_right and call.whole(one) and _is_one_factor(call, right, one):
+        rows = right
     else:
         return call.lost("multiplies samples with what is the same for every microbatch")
     if not added:
-        return made
-    assert isinstance(made, Rows)
+        return rows
+    assert isinstance(rows, Rows)
     share = call.known(added[0])
-    dim = made.dim - len(call.shape()) + len(call.shape(added[0]))
-    own = call.shape(added[0])
-    goes = dim < 0 or goes_with(call, made, call.shape()[made.dim], share, dim, own)
-    fits = share == Rows(dim, made.outer) or (call.whole(added[0]) and goes)
-    return made if fits else call.lost("adds what is the same for every microbatch to each sample")
+    dim = rows.dim - len(call.shape()) + len(call.shape(added[0]))
+    same = dim < 0 or call.is_same_for_samples(added[0], dim, rows, call.shape()[rows.dim])
+    goes_with = share == Rows(dim, rows.outer) or (call.whole(added[0]) and same)
+    return rows if goes_with else call.lost("adds what is the same for every microbatch to each sample")
 
 
-def _goes(call: OperatorCall, rows: Rows, factor: fx.Node) -> bool:
+def _is_one_factor(call: OperatorCall, rows: Rows, factor: fx.Node) -> bool:
     """Whether a factor of matrices that are samples is one matrix for all of them, or equal matrices for each."""
     shape = call.shape(factor)
-    return len(shape) < 3 or rows.dim > 0 or goes_with(call, rows, shape[0], call.known(factor), 0, shape)
+    return len(shape) < 3 or rows.dim > 0 or call.is_same_for_samples(factor, 0, rows, shape[0])
 
 
 def _convolution(call: OperatorCall) -> Known:
@@ -109,22 +106,22 @@ def _attention(call: OperatorCall) -> Known:
     if mask is not None and not isinstance(call.known(mask), Rows):
         shape = call.shape(mask)
         place = len(shape) - 4 + heads
-        if place >= 0 and shape[place] != 1 and place not in alike(call.known(mask), len(shape)):
+        if place >= 0 and shape[place] != 1 and place not in call.same_dims(mask):
             return call.lost("has a mask for each sample that is the same for every microbatch")
     if heads:
         alone = all(call.known(n) == first and call.shape(n)[1] == call.shape(query)[1] for n in (key, value))
         return _of_samples(call, 1) if alone else call.lost("queries samples in groups")
     rows: Known = call.known(key)
-    if call.whole(query) and 0 in alike(first, 4) and rows == Rows(0):
-        rest = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, the same for every sample
-        return rows if all(call.known(n) == rows for n in rest) else call.lost("mixes samples with other values")
+    if call.whole(query) and 0 in call.same_dims(query) and rows == Rows(0):
+        others = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, the same for every sample
+        return rows if all(call.known(n) == rows for n in others) else call.lost("mixes samples with other values")
     return _of_samples(call)
 
 
 def _recurrent(call: OperatorCall) -> Any:
     """[steps, samples, features], and first states of [directions, samples, features]; its weights are the model's."""
     states = call.get("hidden")
-    rows = aligned(call, [call.get("input"), *states], call.shape(call.get("input")))
+    rows = common_rows(call, [call.get("input"), *states], call.shape(call.get("input")))
     if rows != Rows(1) or not all(map(call.whole, call.get("weights"))):
         return rows if isinstance(rows, Lost) else unknown(call)
     left = len(value(call.node)) - 1 - len(states)
@@ -132,36 +129,35 @@ def _recurrent(call: OperatorCall) -> Any:
 
 
 def _layer_norm(call: OperatorCall) -> Known:
-    known: Known = call.known(call.tensors[0])
-    if not isinstance(known, Rows):
+    share: Known = call.known(call.tensors[0])
+    if not isinstance(share, Rows):
         return unknown(call)
     count = len(call.shape(call.tensors[0])) - len(call.get("normalized_shape"))
-    return known if known.dim < count else call.lost("normalises over the batch")
+    return share if share.dim < count else call.lost("normalises over the batch")
 
 
 def batch_norm(call: OperatorCall) -> Any:
-    known: Known = call.known(call.tensors[0])
-    if isinstance(known, Rows) and known.dim == 1:
-        return _instance_norm(call, known)
-    if known != Rows(0):
+    share: Known = call.known(call.tensors[0])
+    if isinstance(share, Rows) and share.dim == 1:
+        return _instance_norm(call, share)
+    if share != Rows(0):
         return unknown(call)
-    return (known, *[call.lost("has statistics of one microbatch")] * 4) if _in_training(call) else known
+    return (share, *[call.lost("has statistics of one microbatch")] * 4) if _in_training(call) else share
 
 
-def _instance_norm(call: OperatorCall, known: Rows) -> Any:
+def _instance_norm(call: OperatorCall, merged: Rows) -> Any:
     """Samples and channels in one dimension: statistics are per entry, and weights are per channel, repeated."""
-    rows, size = Rows(0, known.outer), call.shape()[1]
-    given = [(n, call.known(n), call.shape(n)) for n in call.tensors[1:]]
-    repeated = all(call.whole(n) and goes_with(call, rows, size, share, 0, shape) for n, share, shape in given)
+    rows, size = Rows(0, merged.outer), call.shape()[1]
+    repeated = all(call.whole(n) and call.is_same_for_samples(n, 0, rows, size) for n in call.tensors[1:])
     if not repeated or not _in_training(call):
         return unknown(call)
-    return (known, *[call.lost("has statistics of one microbatch")] * 4)
+    return (merged, *[call.lost("has statistics of one microbatch")] * 4)
 
 
 def mixes_samples(call: OperatorCall) -> bool:
     """Whether a batch norm takes its statistics from the samples of a microbatch."""
     source = call.tensors[0]
-    lost = isinstance(call.known(source), Lost) and call.shape(source)[0] % call.found.batch == 0
+    lost = isinstance(call.known(source), Lost) and call.shape(source)[0] % call.facts.batch == 0
     return (lost or call.known(source) == Rows(0)) and _in_training(call)
 
 
@@ -171,60 +167,60 @@ def _in_training(call: OperatorCall) -> bool:
 
 def _embedding(call: OperatorCall) -> Known:
     weight, indices = call.get("weight"), call.get("indices")
-    known: Known = call.known(indices)
+    share: Known = call.known(indices)
     if call.get("scale_grad_by_freq"):
         return call.lost("scales gradients by how often a word is in the batch (scale_grad_by_freq)")
-    return known if isinstance(known, Rows) and call.whole(weight) else unknown(call)
+    return share if isinstance(share, Rows) and call.whole(weight) else unknown(call)
 
 
 def _gather(call: OperatorCall) -> Known:
     """gather and scatter: along a dimension that is not the batch's, or from a table of one dimension."""
     source, index = call.tensors[:2]
-    known: Known = call.known(index)
-    if call.name == "gather" and call.whole(source) and len(call.shape(source)) == 1 and isinstance(known, Rows):
-        return known
+    share: Known = call.known(index)
+    if call.name == "gather" and call.whole(source) and len(call.shape(source)) == 1 and isinstance(share, Rows):
+        return share
     return _along(call)
 
 
 def _index_fill(call: OperatorCall) -> Known:
     """Writes to the same places of every sample; its index is of places, not of samples."""
     source, filler = call.get("self"), call.get("value")
-    known: Known = call.known(source)
-    if not isinstance(known, Rows) or known.dim == call.get("dim") % len(call.shape(source)):
+    share: Known = call.known(source)
+    if not isinstance(share, Rows) or share.dim == call.get("dim") % len(call.shape(source)):
         return unknown(call)
-    given = [n for n in (call.get("index"), filler) if isinstance(n, fx.Node)]
-    return known if all(map(call.whole, given)) else call.lost("writes places or values that depend on samples")
+    nodes = [n for n in (call.get("index"), filler) if isinstance(n, fx.Node)]
+    return share if all(map(call.whole, nodes)) else call.lost("writes places or values that depend on samples")
 
 
 def index(call: OperatorCall) -> Known:
     """x[i, j]: a table read by samples, or one entry of each sample, `x[arange(batch), j]`."""
     source, indices = call.get("self"), list(call.get("indices"))
-    given = [i for i in indices if i is not None]
-    known = call.known(source)
-    shape = torch.broadcast_shapes(*(call.shape(i) for i in given))
-    lost = [k for i in given if isinstance(k := call.known(i), Lost)]  # `arange` counts the samples of a microbatch
-    if not all(isinstance(call.known(i), (Rows, Lost)) or call.whole(i) for i in given):
+    tensors = [i for i in indices if i is not None]
+    share = call.known(source)
+    shape = torch.broadcast_shapes(*(call.shape(i) for i in tensors))
+    lost = [k for i in tensors if isinstance(k := call.known(i), Lost)]  # `arange` counts the samples of a microbatch
+    if not all(isinstance(call.known(i), (Rows, Lost)) or call.whole(i) for i in tensors):
         return call.lost("reads by a sum over the batch")
-    if lost and (known != Rows(0) or lost != [call.known(given[0])] or given[0] is not indices[0]):
+    if lost and (share != Rows(0) or lost != [call.known(tensors[0])] or tensors[0] is not indices[0]):
         return lost[0]
     if call.whole(source) and None not in indices:
-        return aligned(call, given, shape) or SAME
-    if known == Rows(0) and indices[0] is not None and None not in indices and counts_up(call, indices[0]):
-        rest = aligned(call, given[1:], shape) if len(given) > 1 else Rows(0)
-        return Rows(0) if rest in (Rows(0), None) else call.lost("reads other samples")
+        return common_rows(call, tensors, shape) or SAME
+    if share == Rows(0) and indices[0] is not None and None not in indices and counts_up(call, indices[0]):
+        others = common_rows(call, tensors[1:], shape) if len(tensors) > 1 else Rows(0)
+        return Rows(0) if others in (Rows(0), None) else call.lost("reads other samples")
     places = [i for i, given_there in enumerate(indices) if given_there is not None]
     together = places == list(range(places[0], places[-1] + 1))
-    if isinstance(known, Rows) and known.dim not in places and together and all(map(call.whole, given)):
-        return Rows(known.dim + (len(shape) - len(places) if known.dim > places[-1] else 0), known.outer)
+    if isinstance(share, Rows) and share.dim not in places and together and all(map(call.whole, tensors)):
+        return Rows(share.dim + (len(shape) - len(places) if share.dim > places[-1] else 0), share.outer)
     return call.lost("reads samples by an index")
 
 
 def _index_put(call: OperatorCall) -> Known:
     """x[mask] = number, written element by element."""
-    given, written = list(call.get("indices")), call.get("values")
-    if given[1:] or value(given[0]).dtype != torch.bool or call.shape(written):
+    places, written = list(call.get("indices")), call.get("values")
+    if places[1:] or value(places[0]).dtype != torch.bool or call.shape(written):
         return unknown(call)
-    rows = aligned(call, call.tensors, call.shape()) if call.shape(given[0]) == call.shape() else None
+    rows = common_rows(call, call.tensors, call.shape()) if call.shape(places[0]) == call.shape() else None
     return rows or unknown(call)
 
 
@@ -232,26 +228,26 @@ def counts_up(call: OperatorCall, node: fx.Node) -> bool:
     """Whether an index is 0, 1, 2 … up to the batch."""
     while node.op == "call_function" and operator_of(node) in ("view", "unsqueeze", "_to_copy", "expand"):
         node = node.all_input_nodes[0]
-    if node.op != "call_function" or operator_of(node) != "arange" or call.shape(node) != (call.found.batch,):
+    if node.op != "call_function" or operator_of(node) != "arange" or call.shape(node) != (call.facts.batch,):
         return False
-    counts = OperatorCall(call.found, node)
+    counts = OperatorCall(call.facts, node)
     return all((argument(counts, name) or usual) == usual for name, usual in (("start", 0), ("step", 1)))
 
 
 def _looked_up(call: OperatorCall) -> Known:
     """Looks up each element of the first argument in a table."""
     element, *tables = [call.get(name) for name in _LOOKED_UP[call.name]]
-    known: Known = call.known(element) if isinstance(element, fx.Node) else SAME
-    return known if isinstance(known, Rows) and all(map(call.whole, tables)) else unknown(call)
+    share: Known = call.known(element) if isinstance(element, fx.Node) else SAME
+    return share if isinstance(share, Rows) and all(map(call.whole, tables)) else unknown(call)
 
 
 def _matrices(call: OperatorCall) -> Known:
     """Matrices in the last two dimensions, each by itself."""
-    given = {(call.known(n), len(call.shape(n))) for n in call.tensors}
-    known, count = call.known(call.tensors[0]), len(call.shape(call.tensors[0]))
-    if len(given) > 1 or not isinstance(known, Rows):
+    kinds = {(call.known(n), len(call.shape(n))) for n in call.tensors}
+    share, count = call.known(call.tensors[0]), len(call.shape(call.tensors[0]))
+    if len(kinds) > 1 or not isinstance(share, Rows):
         return unknown(call)
-    return known if known.dim < count - 2 else call.lost("works along the batch")
+    return share if share.dim < count - 2 else call.lost("works along the batch")
 
 
 _LOOKED_UP = {

@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 from typing import Any
 
-from fxpipe.passes.analysis.share import Alike, Microbatches, Rows, Share, after_view, fits
-from fxpipe.passes.analysis.share_rules.call import (
-    SAME,
-    UNIFORM,
-    OperatorCall,
-    alike,
-    argument,
-    moved,
-    period,
-    reduced,
-)
-from fxpipe.passes.analysis.whole_call import WholeCall, shapes_of, whole_call, whole_shape
 from torch import fx
 
 from fxpipe.ir.aten import is_pointwise, is_random
 from fxpipe.ir.program import value
+from fxpipe.passes.analysis.share import Alike, Microbatches, Rows, Share, after_view, allows
+from fxpipe.passes.analysis.share_rules.call import (
+    SAME,
+    UNIFORM,
+    OperatorCall,
+    argument,
+    new_places,
+    reduced_dims,
+)
+from fxpipe.passes.analysis.whole_call import WholeCall, shapes_of, whole_call, whole_shape
 
 Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 """Along which dimensions a result is equal, from those of the arguments."""
@@ -33,7 +31,7 @@ Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 
 def same_of(call: OperatorCall) -> Any:
     """The result of an operator whose arguments are all the same in every microbatch."""
-    if drawn_once(call.found, call.node):
+    if drawn_once(call.facts, call.node):
         return SAME
     if call.name in _FILLED:
         return UNIFORM
@@ -46,37 +44,37 @@ def same_of(call: OperatorCall) -> Any:
     if all(call.known(n) is UNIFORM for n in tensors) and (pointwise or call.name in _KEEPS_UNIFORM):
         return UNIFORM
     rule = _elements if pointwise else _DIMS.get(call.name)
-    dims = rule(call, [alike(call.known(n), len(call.shape(n))) for n in tensors]) if rule else set()
+    dims = rule(call, [call.same_dims(n) for n in tensors]) if rule else set()
     repeating = _PERIODS[rule](call) if rule in _PERIODS else {}
     periods = {d: n for d, n in repeating.items() if 1 < n < call.shape()[d]}
-    made = Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
-    return _rows_of_view(call, made) or made
+    share = Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
+    return _rows_of_view(call, share) or share
 
 
-def drawn_once(found: Microbatches, node: fx.Node) -> bool:
+def drawn_once(facts: Microbatches, node: fx.Node) -> bool:
     """Whether a call draws numbers that do not belong to samples: eager PyTorch draws them once for the whole batch.
 
     The call has the same shapes in the step on the whole batch; if that is not known, no dimension is a multiple of
     the batch.
     """
-    if not is_random(node) or found.parts == 1:
+    if not is_random(node) or facts.parts == 1:
         return False
-    own, whole = shapes_of(value(node)), whole_call(node)
+    shapes, whole = shapes_of(value(node)), whole_call(node)
     if isinstance(whole, WholeCall):
-        return own == whole.shapes
-    return all(size % found.batch for shape in own for size in shape or ())
+        return shapes == whole.shapes
+    return all(size % facts.batch for shape in shapes for size in shape or ())
 
 
-def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
+def _rows_of_view(call: OperatorCall, share: Alike | Share) -> Rows | None:
     """A value equal for each sample, merged with other dimensions: no longer equal, but still rows."""
-    if _DIMS.get(call.name) is not _view or call.may_be(made):
+    if _DIMS.get(call.name) is not _view or call.may_be(share):
         return None
     source = call.tensors[0]
-    own, theirs = call.shape(source), whole_shape(source) or ()
-    grown = [d for d, (mine, its) in enumerate(zip(own, theirs, strict=True)) if mine != its]
-    if len(grown) != 1 or own[grown[0]] != call.found.batch or grown[0] not in alike(call.known(source), len(own)):
+    shape, theirs = call.shape(source), whole_shape(source) or ()
+    grown = [d for d, (mine, its) in enumerate(zip(shape, theirs, strict=True)) if mine != its]
+    if len(grown) != 1 or shape[grown[0]] != call.facts.batch or grown[0] not in call.same_dims(source):
         return None
-    return after_view(Rows(grown[0]), own, call.shape(), call.found.batch, call.may_be)
+    return after_view(Rows(grown[0]), shape, call.shape(), call.facts.batch, call.may_be)
 
 
 def _blocks(call: OperatorCall) -> Rows | None:
@@ -84,37 +82,37 @@ def _blocks(call: OperatorCall) -> Rows | None:
     dim = call.get("dim") % max(len(call.shape()), 1)
     sizes = {call.shape(n)[dim] for n in call.tensors if len(call.shape(n)) == len(call.shape())}
     alone = all(call.known(n) is UNIFORM for n in call.tensors)
-    if not alone or len(sizes) != 1 or sizes.pop() % call.found.batch:
+    if not alone or len(sizes) != 1 or sizes.pop() % call.facts.batch:
         return None
     rows = Rows(dim, len(call.tensors))
-    if not call.found.parts:
+    if not call.facts.parts:
         return rows
     both = [(call.shape(n), whole_shape(n)) for n in call.tensors]
-    return rows if all(its and fits(rows, own, its, call.found.parts) for own, its in both) else None
+    return rows if all(its and allows(rows, shape, its, call.facts.parts) for shape, its in both) else None
 
 
 def _periods_of_elements(call: OperatorCall) -> dict[int, int]:
     count = len(call.shape())
-    found = dict.fromkeys(range(count), 1)
+    periods = dict.fromkeys(range(count), 1)
     for node in call.tensors:
         shape = call.shape(node)
         for d in range(len(shape)):
             place = d + count - len(shape)
-            found[place] = lcm(found[place], period(call.known(node), d, shape))
-    return found
+            periods[place] = lcm(periods[place], call.period(node, d))
+    return periods
 
 
 def _periods_of_view(call: OperatorCall) -> dict[int, int]:
     """Merged dimensions: those that are equal, before the others, make it repeat the others."""
     source = call.tensors[0]
-    before, known, found = call.shape(source), call.known(source), {}
+    before, periods = call.shape(source), {}
     for these, ours in _joined(before, call.shape()):
         inner = [d for d in these if before[d] > 1]
-        while len(inner) > 1 and period(known, inner[0], before) == 1:
+        while len(inner) > 1 and call.period(source, inner[0]) == 1:
             inner.pop(0)
         if len(ours) == 1 and inner:
-            found[ours[0]] = period(known, inner[0], before) * prod(before[d] for d in inner[1:])
-    return found
+            periods[ours[0]] = call.period(source, inner[0]) * prod(before[d] for d in inner[1:])
+    return periods
 
 
 def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -123,17 +121,17 @@ def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 def _broadcast(shapes: Sequence[Sequence[int]], dims: Sequence[frozenset[int]], count: int) -> set[int]:
     """Along which of `count` dimensions tensors are equal, each broadcast to these."""
-    found = set(range(count))
-    for shape, own in zip(shapes, dims, strict=True):
+    equal_dims = set(range(count))
+    for shape, its_dims in zip(shapes, dims, strict=True):
         missing = count - len(shape)
-        found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
-    return found
+        equal_dims &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in its_dims}
+    return equal_dims
 
 
 def _first(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     """Works along some dimensions of its first argument, and keeps the others."""
     count = len(call.shape(call.tensors[0]))
-    return set(dims[0]) - reduced(call, count) if len(call.shape()) == count else set()
+    return set(dims[0]) - reduced_dims(call, count) if len(call.shape()) == count else set()
 
 
 def _normalised(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -143,11 +141,11 @@ def _normalised(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 def _view(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     before = call.shape(call.tensors[0])
-    found = set[int]()
+    equal_dims = set[int]()
     for these, ours in _joined(before, call.shape()):
         if all(d in dims[0] or before[d] == 1 for d in these):
-            found |= set(ours)
-    return found
+            equal_dims |= set(ours)
+    return equal_dims
 
 
 def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
@@ -166,10 +164,10 @@ def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range
 
 def _moved(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     """Dimensions are permuted; new ones, and those that a reduction keeps, have size 1."""
-    places = moved(call)
-    made = set(range(len(call.shape()))) - set(places)
-    kept = reduced(call, len(places)) if argument(call, "keepdim") else set()
-    return made | kept | {at for d, at in enumerate(places) if at is not None and d in dims[0]}
+    places = new_places(call)
+    new_dims = set(range(len(call.shape()))) - set(places)
+    kept_dims = reduced_dims(call, len(places)) if argument(call, "keepdim") else set()
+    return new_dims | kept_dims | {at for d, at in enumerate(places) if at is not None and d in dims[0]}
 
 
 def _cat(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -185,8 +183,8 @@ def _product(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     """The rows of the first matrix, and which matrix of several it is."""
     count = len(call.shape())
     left, right = dims[-2:]
-    found = {d for d in left if d <= count - 2}
-    return {d for d in found if d == count - 2 or d in right} if count > 1 else set()
+    rows = {d for d in left if d <= count - 2}
+    return {d for d in rows if d == count - 2 or d in right} if count > 1 else set()
 
 
 def _samples(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:

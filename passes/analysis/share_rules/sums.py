@@ -6,6 +6,10 @@ from math import isclose
 from typing import Any
 
 import torch
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import info, value
 from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
@@ -14,20 +18,16 @@ from fxpipe.passes.analysis.share_rules.call import (
     UNIFORM,
     OperatorCall,
     Rule,
-    aligned,
     by_elements,
+    common_rows,
     made_of_totals,
-    moved,
+    new_places,
     not_linear,
     operator_of,
-    reduced,
+    reduced_dims,
     without_rows,
 )
 from fxpipe.passes.analysis.whole_call import arguments_of, changed_arguments
-from torch import fx
-
-from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import info, value
 from fxpipe.torch_private import schema_of
 
 
@@ -56,22 +56,22 @@ def _linear(call: OperatorCall) -> Known:
     The last one is the only one, except for `copy`, whose first is overwritten.
     """
     source = call.tensors[-1]
-    known = call.known(source)
-    return known if known in (SUM, MEAN) and _keeps(call, source) else by_elements(call)
+    share = call.known(source)
+    return share if share in (SUM, MEAN) and _keeps(call, source) else by_elements(call)
 
 
 def _complex(call: OperatorCall) -> Known:
     """Complex numbers as pairs of real ones, in one more dimension behind the others, or back."""
-    known: Known = call.known(call.tensors[0])
-    if not isinstance(known, Rows):
-        return without_rows(call) or known
-    return known if known.dim < len(call.shape()) else call.lost("divides the batch")
+    share: Known = call.known(call.tensors[0])
+    if not isinstance(share, Rows):
+        return without_rows(call) or share
+    return share if share.dim < len(call.shape()) else call.lost("divides the batch")
 
 
 def _keeps(call: OperatorCall, source: fx.Node) -> bool:
     """Whether numbers keep their values in the result's dtype: no fraction is lost, no count becomes a flag."""
-    made = value(call.node)
-    return made.is_floating_point() or not (value(source).is_floating_point() or made.dtype == torch.bool)
+    result = value(call.node)
+    return result.is_floating_point() or not (value(source).is_floating_point() or result.dtype == torch.bool)
 
 
 def _add(call: OperatorCall) -> Known:
@@ -86,12 +86,12 @@ def _add(call: OperatorCall) -> Known:
     if (same := without_rows(call)) is not None:
         return same
     divided = [_divisible(call, n) for n in call.tensors if call.known(n) is not SUM]
-    if (scalars and not call.found.parts) or not value(call.node).is_floating_point() or None in divided:
+    if (scalars and not call.facts.parts) or not value(call.node).is_floating_point() or None in divided:
         return call.lost("adds a sum over the batch to something else")
     if scalars:
         number: Any = changed_arguments(call.node).get(1, call.node.args[1])
-        call.found.numbers[call.node] = {1: number / call.found.parts}
-    call.found.divided[call.node] = [each for found in divided if found for each in found]
+        call.facts.numbers[call.node] = {1: number / call.facts.parts}
+    call.facts.divided[call.node] = [pair for pairs in divided if pairs for pair in pairs]
     return SUM
 
 
@@ -102,16 +102,16 @@ def _divisible(call: OperatorCall, node: fx.Node) -> list[tuple[fx.Node, fx.Node
     """
     if isinstance(call.known(node), Lost) or node.op != "call_function":
         return None
-    if node not in call.found.backward.depends:
+    if node not in call.facts.backward.depends:
         return [(node, call.node)]
     readers = [u for u in node.users if u.op == "call_function" and info(u).phase == "F"]
-    if [u for u in readers if u not in call.found.passed_over] != [call.node]:
+    if [u for u in readers if u not in call.facts.passed_over] != [call.node]:
         return None
     if operator_of(node) in ("add", "sub") and len(node.all_input_nodes) == 2:
-        inner = OperatorCall(call.found, node)
+        inner = OperatorCall(call.facts, node)
         parts = [_divisible(inner, n) for n in node.all_input_nodes]
-        return None if None in parts else [each for found in parts if found for each in found]
-    return [(node, call.node)] if call.found.backward.alone(node) else None
+        return None if None in parts else [pair for pairs in parts if pairs for pair in pairs]
+    return [(node, call.node)] if call.facts.backward.alone(node) else None
 
 
 def _mul(call: OperatorCall) -> Known:
@@ -122,7 +122,7 @@ def _mul(call: OperatorCall) -> Known:
     if len(tensors) == 1:
         return _by_number(call, tensors[0]) or _linear(call)
     for linear, factor in (tensors, tensors[::-1]):
-        if call.known(linear) in (SUM, MEAN) and linear not in call.found.alone and call.whole(factor):
+        if call.known(linear) in (SUM, MEAN) and linear not in call.facts.alone and call.whole(factor):
             return _scaled(call, linear, factor)
     return without_rows(call) or call.lost("multiplies sums over the batch")
 
@@ -135,15 +135,15 @@ def _div(call: OperatorCall) -> Known:
     rounding = "rounding_mode" in {a.name for a in schema_of(call.node.target).arguments} and call.get("rounding_mode")
     if not rounding and not isinstance(by, fx.Node):
         return _by_number(call, over) or share
-    if not rounding and over not in call.found.alone and call.whole(by):
+    if not rounding and over not in call.facts.alone and call.whole(by):
         return _scaled(call, over, by)
     return without_rows(call) or call.lost("divides by a sum over the batch that depends on the weights")
 
 
 def _scaled(call: OperatorCall, linear: fx.Node, factor: fx.Node) -> Known:
     """A sum or a mean, times or over a value that is the same in every microbatch."""
-    if call.known(linear) is SUM and made_of_totals(call.found, factor):
-        call.found.factors[call.node] = factor
+    if call.known(linear) is SUM and made_of_totals(call.facts, factor):
+        call.facts.factors[call.node] = factor
         return MEAN
     return call.known(linear)
 
@@ -154,15 +154,15 @@ def _by_number(call: OperatorCall, over: fx.Node) -> Known | None:
     divides = call.name == "div"
     if call.known(over) is not SUM:
         return None
-    if not call.found.parts:
+    if not call.facts.parts:
         return MEAN if divides and _counts(call, over, number) else None
     whole = changed_arguments(call.node).get(place)
     if not whole:
         return None
-    if number and isclose(whole / number if divides else number / whole, call.found.parts):
-        call.found.kept.add(call.node)
+    if number and isclose(whole / number if divides else number / whole, call.facts.parts):
+        call.facts.kept.add(call.node)
     else:
-        call.found.numbers[call.node] = {place: whole / call.found.parts if divides else whole * call.found.parts}
+        call.facts.numbers[call.node] = {place: whole / call.facts.parts if divides else whole * call.facts.parts}
     return MEAN
 
 
@@ -173,7 +173,7 @@ def _counts(call: OperatorCall, node: fx.Node, number: Any) -> bool:
     if node.op != "call_function":
         return False
     added = value(node.all_input_nodes[0]).numel()
-    return float(number).is_integer() and number > 0 and number % call.found.batch == 0 and added % number == 0
+    return float(number).is_integer() and number > 0 and number % call.facts.batch == 0 and added % number == 0
 
 
 def _reduction(over_batch: Share | None) -> Rule:
@@ -181,18 +181,18 @@ def _reduction(over_batch: Share | None) -> Rule:
 
     def rule(call: OperatorCall) -> Known:
         source = call.tensors[0]
-        known = call.known(source)
-        if not isinstance(known, Rows):
-            if known in (SUM, MEAN) and over_batch is not None and _keeps(call, source):
-                return known
+        share = call.known(source)
+        if not isinstance(share, Rows):
+            if share in (SUM, MEAN) and over_batch is not None and _keeps(call, source):
+                return share
             return without_rows(call) or not_linear(call)
-        if known.dim in reduced(call, len(call.shape(source))):
+        if share.dim in reduced_dims(call, len(call.shape(source))):
             if over_batch is None:
                 return call.lost("is not a sum or a mean, and goes over the samples of the batch")
             return over_batch
-        at = moved(call)[known.dim]
+        at = new_places(call)[share.dim]
         assert at is not None
-        return Rows(at, known.outer)
+        return Rows(at, share.outer)
 
     return rule
 
@@ -205,7 +205,7 @@ def _count(call: OperatorCall) -> Known:
 
 def _loss(call: OperatorCall) -> Known:
     """An element-wise loss with a `reduction`: 0 none, 1 mean, 2 sum."""
-    rows = aligned(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
+    rows = common_rows(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
     if not isinstance(rows, Rows):
         return rows or without_rows(call) or not_linear(call)
     return (rows, MEAN, SUM)[call.get("reduction")]
@@ -217,10 +217,10 @@ def _nll(call: OperatorCall) -> Any:
     rows, of_target, reduction = call.known(scores), call.known(target), call.get("reduction")
     if not isinstance(rows, Rows) or rows.dim != 0 or of_target not in (rows, UNIFORM):
         return without_rows(call) or call.lost("has targets that are not rows of the batch")
-    if weight is not None and not (weight in call.found.alone and call.whole(weight)):
+    if weight is not None and not (weight in call.facts.alone and call.whole(weight)):
         return call.lost("weights classes by values that are not constant")
-    if reduction == 1 and target in call.found.alone:
-        call.found.likelihoods.append(call.node)
+    if reduction == 1 and target in call.facts.alone:
+        call.facts.likelihoods.append(call.node)
     elif reduction == 1 and (weight is not None or not _is_class(target) or call.get("ignore_index") >= 0):
         return call.lost("has targets that depend on the weights, and may ignore some of them")
     return ((rows, SAME), (MEAN, SAME), (SUM, SUM))[reduction]

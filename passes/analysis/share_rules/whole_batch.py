@@ -10,8 +10,11 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-from fxpipe.passes.analysis.share import Known, Lost, Rows, fits
-from fxpipe.passes.analysis.share_rules.call import MEAN, SAME, SUM, OperatorCall, alike, is_same
+from torch import fx
+
+from fxpipe.ir.program import value
+from fxpipe.passes.analysis.share import Known, Lost, Rows, allows
+from fxpipe.passes.analysis.share_rules.call import MEAN, SAME, SUM, OperatorCall, is_same
 from fxpipe.passes.analysis.whole_call import (
     Place,
     WholeCall,
@@ -22,35 +25,32 @@ from fxpipe.passes.analysis.whole_call import (
     whole_call,
     whole_shape,
 )
-from torch import fx
-
-from fxpipe.ir.program import value
 
 
-def held_against_whole(call: OperatorCall, known: Any) -> Any:
+def held_against_whole(call: OperatorCall, claim: Any) -> Any:
     """What is known about a call's result, after comparing with the call in the step on the whole batch."""
     whole = whole_call(call.node)
-    if whole is None or isinstance(known, Lost):
-        return known
+    if whole is None or isinstance(claim, Lost):
+        return claim
     if isinstance(whole, str):
         return Lost(whole, call.node.name)
     if call.node.op == "call_function" and (why := _of_arguments(call)):
         return call.lost(why)
-    if is_same(known) and call.node not in call.found.totals and (consumed := _consumed(call, whole)):
+    if is_same(claim) and call.node not in call.facts.totals and (consumed := _consumed(call, whole)):
         return consumed
-    own = shapes_of(value(call.node))
-    shares = known if isinstance(known, tuple) else (known,) * len(own)
+    shapes = shapes_of(value(call.node))
+    shares = claim if isinstance(claim, tuple) else (claim,) * len(shapes)
     wrong = next(
         (
             share
-            for share, mine, theirs in zip_longest(shares, own, whole.shapes)
-            if mine is not None and not fits(share, mine, theirs or (), call.found.parts)
+            for share, mine, theirs in zip_longest(shares, shapes, whole.shapes)
+            if mine is not None and not allows(share, mine, theirs or (), call.facts.parts)
         ),
         None,
     )
     if wrong is None:
-        return known
-    call.found.numbers.pop(call.node, None)
+        return claim
+    call.facts.numbers.pop(call.node, None)
     if wrong in (SUM, MEAN):
         all(map(call.whole, call.tensors))  # as totals they may go with any number of samples: the next round decides
     if is_same(wrong):
@@ -66,11 +66,11 @@ def _of_arguments(call: OperatorCall) -> str:
     for place, whole in changed.items():
         if place not in numbers and not _only_sizes(call, place, whole):
             return "takes a number that depends on how many samples there are"
-    if node in call.found.kept:
+    if node in call.facts.kept:
         return ""
     if numbers:
-        call.found.numbers.setdefault(node, numbers)
-    if node in call.found.numbers and call.found.backward.of(node) is None:
+        call.facts.numbers.setdefault(node, numbers)
+    if node in call.facts.numbers and call.facts.backward.of(node) is None:
         return "takes a number that depends on how many samples there are, and its gradient cannot be separated"
     return ""
 
@@ -92,19 +92,19 @@ def _only_sizes(call: OperatorCall, place: Place, whole: Any) -> bool:
 def _same_slice(call: OperatorCall) -> bool:
     """Whether a slice takes the same places of every sample, or the same blocks of samples."""
     source = call.tensors[0]
-    own, whole = call.shape(source), whole_shape(source)
-    dim = call.get("dim") % len(own)
-    if whole is None or len(whole) != len(own):
+    shape, whole = call.shape(source), whole_shape(source)
+    dim = call.get("dim") % len(shape)
+    if whole is None or len(whole) != len(shape):
         return False
     theirs = changed_arguments(call.node)
     if 4 in theirs or "step" in theirs:
         return False
     start, end = (theirs.get(place, call.get(name)) for place, name in ((2, "start"), (3, "end")))
-    mine, its = slice(call.get("start"), call.get("end")).indices(own[dim]), slice(start, end).indices(whole[dim])
-    known = call.known(source)
-    if isinstance(known, Rows) and known.dim == dim:
-        return its[:2] == (mine[0] * call.found.parts, mine[1] * call.found.parts)
-    return its == mine or dim in alike(known, len(own))
+    mine, its = slice(call.get("start"), call.get("end")).indices(shape[dim]), slice(start, end).indices(whole[dim])
+    share = call.known(source)
+    if isinstance(share, Rows) and share.dim == dim:
+        return its[:2] == (mine[0] * call.facts.parts, mine[1] * call.facts.parts)
+    return its == mine or dim in call.same_dims(source)
 
 
 def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
@@ -115,7 +115,7 @@ def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
     if call.name == "sum":
         ratio = prod(whole_shape(growing[0]) or ()) / max(prod(call.shape(growing[0])), 1)
         return (
-            SUM if ratio == call.found.parts else call.lost("adds up over what depends on how many samples there are")
+            SUM if ratio == call.facts.parts else call.lost("adds up over what depends on how many samples there are")
         )
     if call.name in _ALIKE and all(_alike_along_growth(call, n) for n in growing):
         return SAME
@@ -125,7 +125,7 @@ def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
 def _alike_along_growth(call: OperatorCall, node: fx.Node) -> bool:
     shape, whole = call.shape(node), whole_shape(node) or ()
     grown = {d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b}
-    return grown <= alike(call.known(node), len(shape))
+    return grown <= call.same_dims(node)
 
 
 _SIZED = {

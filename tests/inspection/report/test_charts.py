@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from report_facts import made_facts
 
-from fxpipe.inspection import formats
 from fxpipe.inspection.report import charts
 from fxpipe.inspection.report.drawing import runs, ticks
 from fxpipe.inspection.report.marks import chip, text_on
+from fxpipe.inspection.table import ms
 
 Facts = dict[str, Any]
 FACTS = made_facts(workers=2, blocks=4)
@@ -143,7 +143,7 @@ def test_the_map_shows_workers_cuts_and_mismatches(page: Any) -> None:
     for part, (phase, worker) in zip(parts, expected, strict=True):
         mine = [unit for unit in units if unit[phase] == worker]
         spent = sum(unit["forward_ms"] if phase == "forward" else unit["backward_ms"] for unit in mine)
-        assert part.attrib["title"].startswith(f"worker {worker}, {phase}: {formats.ms(spent)}\n")
+        assert part.attrib["title"].startswith(f"worker {worker}, {phase}: {ms(spent)}\n")
         share = sum(unit["forward_ms"] + unit["backward_ms"] for unit in mine) / total
         assert placed(part)["width"] == pytest.approx(100 * share, abs=1)
     apart = [placed(mark)["width"] for mark in named(page.root, "apart")]

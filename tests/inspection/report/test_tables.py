@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from report_facts import made_facts, made_schedules
 
-from fxpipe.inspection import formats, tables
-from fxpipe.inspection.report.tables import drawn
+from fxpipe.inspection import table, tables
+from fxpipe.inspection.report.drawing import drawn
 
 Facts = dict[str, Any]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
@@ -33,15 +33,15 @@ def read(text: str) -> float | None:
     [(0, "0"), (0.01234, "0.0123"), (1.2, "1.20"), (99.96, "100"), (1234.5, "1,234"), (3e-6, "3.00e-06"), (None, "–")],
 )
 def test_numbers_have_three_digits_that_count(value: float | None, text: str) -> None:
-    assert formats.number(value) == text
-    assert formats.number(math.nan) == "–"
+    assert table.number(value) == text
+    assert table.number(math.nan) == "–"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (120 * 2**20, "120 MiB"), (2**41, "2.0 TiB")]
 )
 def test_sizes_have_a_unit(value: float, text: str) -> None:
-    assert formats.size(value) == text
+    assert table.size(value) == text
 
 
 def test_every_number_is_a_fact(page: Any) -> None:
@@ -63,7 +63,9 @@ def test_every_number_is_a_fact(page: Any) -> None:
         "Peak memory": [[max(m["bytes"])] for m in FACTS["timeline"]["memory"]],
         "Steps": list(zip(*(run["metrics"][name] for name in steps), strict=True)),
         "Seconds of the workers": [[w["seconds"], *w["spent"].values()] for w in run["workers"]],
-        "Minibatches of the workers": [[w["busy"], w["forward_ms"]] for w in run["workers"]],
+        "Microbatches of the workers": [
+            [w["busy"], w["forward_ms"], w["planned"]["forward_ms"]] for w in run["workers"]
+        ],
         "Staleness": [
             [row[name] for name in ("group", "stale", "ahead", "samples", "rmse", "rms")]
             for w in run["workers"] for row in w["staleness"]

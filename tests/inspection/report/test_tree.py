@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from report_facts import made_facts
 
+from fxpipe.inspection.report.tree import tree
+
 FACTS = made_facts(workers=2, blocks=4)
 
 
@@ -54,6 +56,16 @@ def test_so_many_levels_are_open_as_fit(page: Any, written: Any) -> None:
 
     assert opened(page) == 2 + 4, "all that has modules in it"
     assert opened(written(made_facts(workers=2, blocks=55, run=False))) == 1
+
+
+def test_there_may_be_thousands_of_levels() -> None:
+    facts = made_facts(workers=2, blocks=1, run=False)
+    last = facts["modules"][-1]
+    for _ in range(3000):
+        facts["modules"].append(last | {"parent": len(facts["modules"]) - 1, "name": "deeper", "path": "deeper"})
+    text = tree(facts)
+    assert text.count("deeper</span>") == 3000
+    assert text.count("<details") == text.count("</details>") >= 2999
 
 
 def test_nodes_next_to_modules_have_a_line_that_holds_them(written: Any) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from fxpipe.passes.analysis import branches
-from fxpipe.passes.analysis.branches import branches_together
-from fxpipe.passes.analysis.sources import sources_of
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxpipe
-from fxpipe.build.build import Build
+from fxpipe.builds.build import Build
 from fxpipe.ir.program import INFO, Level, NodeInfo, Parameter, Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.passes.analysis import branches
+from fxpipe.passes.analysis.branches import branches_together
+from fxpipe.passes.analysis.sources import sources_of
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
 from fxpipe.schedule import of_plan
 
 aten = torch.ops.aten
@@ -194,5 +194,5 @@ def test_a_tower_with_little_work_stays_where_it_is() -> None:
 
 def test_only_one_of_the_towers_that_draw_random_numbers_moves_alone() -> None:
     """Forwards that draw in another order would differ from eager PyTorch, which `build_of` compares."""
-    units = build_of("abcabcabc", dropout="ab").plan.units
+    units = build_of("abcabcabc", dropout="ab").plan.step.units
     assert units[:9] == ("a.0", "b.0", "a.1", "b.1", "a.2", "b.2", "c.0", "c.1", "c.2")

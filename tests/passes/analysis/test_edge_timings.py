@@ -6,10 +6,10 @@ import re
 
 import pytest
 from cached import captured, cuts, lowered
-from fxpipe.passes.analysis.edge_timings import edge_timings
 
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.plan.cost_records import EdgeTiming
 
 LINE = re.compile(

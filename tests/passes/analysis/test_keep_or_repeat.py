@@ -6,9 +6,10 @@ import math
 from itertools import pairwise
 
 import pytest
-from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fxpipe.passes.analysis.keep_or_repeat import Item, KeepOrRepeat
 
 
 @st.composite

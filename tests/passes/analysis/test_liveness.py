@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from cached import captured, cuts, lowered, passed
-from fxpipe.passes.analysis.liveness import part_memories
 from small_models import CASES
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fxpipe.costs.allocations import TrackedAllocations
+from fxpipe.passes.analysis.liveness import part_memories
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.part_call import ReadyComm
 
@@ -47,6 +49,7 @@ def test_the_walk_is_what_the_code_holds(name: str, schedule: str, shift: int) -
             for tensor in [*comm.received.values(), *third]:
                 tensor.detach()
             known, begin = _bytes(outside), memory.live
+            arrived = [weakref.ref(tensor) for tensor in [*comm.received.values(), *third]]
             received, comm.received = comm.received, _Once(comm.received)
             del received, tensor
             weights, buffers = (tuple(state[n] for n in names) for names in (spec.weights, spec.buffers))
@@ -55,11 +58,15 @@ def test_the_walk_is_what_the_code_holds(name: str, schedule: str, shift: int) -
         expected = held[worker][phase]  # type: ignore[index]
         assert begin - known == expected.taken + expected.received + expected.batch
         assert found == expected.peak, (worker, phase)
+        there = [t for t in [*outside, *(ref() for ref in arrived)] if t is not None]
+        made = [t for t in pytree.tree_leaves((result, comm.sent)) if isinstance(t, Tensor)]
+        assert _bytes([*there, *made]) - _bytes(there) == expected.results
+        assert max(expected.results, found - expected.arguments) <= expected.inside <= found
         left[worker] = list(result[2]) if phase == "F" else list(result) if spec.deferred else []
         for n, value in zip(spec.updates, result[1] if phase == "F" else (), strict=False):
             state[n] = value
         messages |= comm.sent
-        del result, comm
+        del result, comm, there, made
 
 
 class _Once(dict[str, Tensor]):

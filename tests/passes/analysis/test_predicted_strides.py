@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from fxpipe.passes.analysis.predicted_strides import is_block, order_in_memory, predicts, same_strides
 from relaid_calls import mispredicted, pointwise_calls
 from torch import Tensor
 from wrong_layouts import packed
 
+from fxpipe.passes.analysis.predicted_strides import is_block, order_in_memory, predicts, same_strides
 from fxpipe.tracing.fake_strides import KernelStrides
 
 aten = torch.ops.aten
@@ -34,7 +34,8 @@ def test_pointwise_operators_are_foretold_as_their_kernels_give_them() -> None:
     [
         (aten.tanh.default, TRANSPOSED, True),
         (aten.mm.default, TRANSPOSED[0], True),
-        (aten.native_group_norm.default, TRANSPOSED, False),
+        (aten.native_group_norm.default, TRANSPOSED, True),
+        (aten.native_group_norm.default, TRANSPOSED.to("meta"), False),
         (aten.native_group_norm.default, TRANSPOSED.contiguous(), True),
         (aten.index.Tensor, TRANSPOSED, False),
         (aten.native_batch_norm_backward.default, TRANSPOSED, True),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from fxpipe.passes.analysis.sources import sources_of
 from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import info
+from fxpipe.passes.analysis.sources import sources_of
 
 
 class Mixed(nn.Module):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from fxpipe.runtime.process.consequences import EndingRow, furthest
+from fxpipe.runtime.process.consequences import furthest
+from fxpipe.runtime.process.row import Limit, LimitedRow
+from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.schedule import SCHEDULES, make
 from fxpipe.schedule.action import LOOKAHEAD
 
@@ -34,13 +33,26 @@ def test_no_worker_has_looked_further(name: str, placement: tuple[int, ...], mic
 @pytest.mark.parametrize(("name", "placement", "microbatches"), CASES)
 def test_a_shortened_row_is_that_of_a_shorter_run(name: str, placement: tuple[int, ...], microbatches: int) -> None:
     schedule = make(name, len(placement), microbatches, placement)
-    recipe: Any = SimpleNamespace(schedule=schedule)
     for rank in range(schedule.ranks):
-        end, found = 1000, []
+        limit, events = Limit(1000, 1000), []
         last = (schedule.hosted(rank)[0], schedule.update_of(5))
-        row = EndingRow(schedule.row_until(rank, 1000), lambda: end, lambda minibatch: False, recipe)  # noqa: B023
+        row = LimitedRow(schedule, rank, limit, Turns())
         while (event := row.next()) is not None:
-            found.append(event)
+            events.append(event)
             if event == last:
-                end = 6 + furthest(schedule)
-        assert found == list(schedule.row_until(rank, end))
+                limit.end = 6 + furthest(schedule)
+        assert not row.more()
+        assert events == list(schedule.row_until(rank, 6 + furthest(schedule)))
+
+
+@pytest.mark.parametrize(("name", "placement", "microbatches"), CASES)
+def test_a_row_that_is_fed_is_that_of_a_run(name: str, placement: tuple[int, ...], microbatches: int) -> None:
+    """However many minibatches are fed before the row goes on, and whether it is held before their end is known."""
+    schedule = make(name, len(placement), microbatches, placement)
+    for rank in range(schedule.ranks):
+        limit, events = Limit(0), []
+        row = LimitedRow(schedule, rank, limit, Turns())
+        for limit.fed in (1, 2, 5, 11):
+            events += iter(row.next, None)
+        limit.end = 11
+        assert [*events, *iter(row.next, None)] == list(schedule.row_until(rank, 11))

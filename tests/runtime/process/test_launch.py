@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_runs import LAUNCH, listening_addresses, started_run, state_of
+from started_runs import LAUNCH, listening_addresses, started_command, started_run, state_of
 
 from fxpipe.errors import RunError, WorkerLost
 from fxpipe.runtime.options import RunOptions
@@ -66,11 +66,39 @@ def test_nothing_listens_while_it_trains(endless: RunOptions, tmp_path: Path, mo
         assert {_parent(worker) for worker in workers.values()} == {run.launcher.pid}, "forked by another process"
         assert listening_addresses(run.all()) == set()
         assert seen <= {LOOPBACK}
-        (exchange,) = (tmp_path / "tmp").glob("fxpipe_run_*")
-        assert exchange.stat().st_mode & 0o077 == 0
+        (board,) = (tmp_path / "tmp").glob("fxpipe_run_*")
+        assert board.stat().st_mode & 0o077 == 0
         run.launcher.send_signal(signal.SIGTERM)
         assert run.ends(10)[0] == 143
         run.is_gone(10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_next_run_removes_what_a_killed_one_has_left(endless: RunOptions, tmp_path: Path) -> None:
+    """Launcher and guardian are killed at the same time, while a build of the run is compiled."""
+    out = Path(endless.out or "")
+    command = ["-m", "fxpipe", "run", endless.build, "--steps", str(ENDLESS), "--threads", "1", "--out", str(out)]
+    with started_command(command, tmp_path / "tmp") as run:
+        run.until(lambda: trains(endless))
+        for process in run.all():
+            os.kill(process, signal.SIGKILL)
+        run.ends(10)
+    (out / "metrics.jsonl").unlink()
+    number = out / "rebalanced" / "1"
+    number.mkdir(parents=True)
+    for path in (number / "plan.json", number.with_suffix(".toml"), number.with_suffix(".txt")):
+        path.touch()
+    (out / "checkpoints" / ".step-3.partial").mkdir(parents=True)
+    assert list((tmp_path / "tmp").glob("fxpipe*")), "nobody was left to remove it"
+    with started_command(command, tmp_path / "tmp") as run:
+        run.until(lambda: trains(endless))
+        left = [path for path in out.rglob("*") if ".partial" in path.name or path.parent.name == "rebalanced"]
+        run.launcher.send_signal(signal.SIGTERM)
+        run.ends(10)
+    assert left == []
+    assert not list((tmp_path / "tmp").glob("fxpipe*"))
+    assert not list(out.glob(".fxpipe*"))
 
 
 def _parent(process: int) -> int:
@@ -84,6 +112,7 @@ def test_a_worker_is_a_process_as_one_that_python_starts(toy: Any, tmp_path: Pat
         "RANK": "os.environ['RANK'] + os.environ['LOCAL_RANK']",
         "WORLD_SIZE": "os.environ['WORLD_SIZE'] + os.environ['LOCAL_WORLD_SIZE']",
         "OWN": "os.environ['OWN']",
+        "queues": "os.environ['CUDA_DEVICE_MAX_CONNECTIONS']",
         "bad fork": "torch.cuda._is_in_bad_fork()",
         "stdin": "os.readlink('/proc/self/fd/0')",
         "folder": "os.getcwd()",
@@ -100,6 +129,7 @@ def test_a_worker_is_a_process_as_one_that_python_starts(toy: Any, tmp_path: Pat
         "RANK": "11",
         "WORLD_SIZE": "22",
         "OWN": "é",
+        "queues": "32",
         "bad fork": False,
         "stdin": "/dev/null",
         "folder": str(tmp_path),

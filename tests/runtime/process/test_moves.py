@@ -6,10 +6,12 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from moving import moving_build, signs
 from safetensors.torch import load_file
 from started_runs import StartedRun
 
-from fxpipe.build.build import load
+from fxpipe.builds.build import load
 from fxpipe.errors import FxpipeError, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import read_plan
@@ -27,14 +29,19 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import measured_links, measured_speeds, moves
 from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.moves import Moves
+from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import NewBuild, _as_before
 from fxpipe.runtime.process.start import join, join_by_command, run_local
-from fxpipe.runtime.wires.run_folder import ASKED, MOVE, RunFolder
+from fxpipe.runtime.wires.board import ASKED, MOVE, Board, DictBoard
 
 SLOW = pytest.mark.slow
 STEPS = 1200
 SPEEDS = (1.0, 0.25)
+FAILS = {
+    "refuse": ("not under these cuts", "so the run goes on under the cuts before, and makes no other moves"),
+    "full": ("No space left on device; training goes on", "the move cannot be made, and training goes on"),
+}
+"""What is said where a move fails: by the mark that makes it."""
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +77,18 @@ class Compiled:
     def check(self) -> None:
         pass
 
+    def use(self) -> None:
+        pass
+
     def give_up(self) -> None:
         self.given_up = True
 
 
-def with_cuts(build: Path, folder: Path, at: str) -> Path:
-    """The build of the same model cut before a module."""
-    path = moving_build(folder, STEPS, forward_at=(at,))
-    plan = load(path).plan
-    first = read_plan(build)
-    assert plan.captured.parts == first.captured.parts
+@pytest.fixture(scope="module")
+def other(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The build of the same model with other cuts."""
+    path = moving_build(tmp_path_factory.mktemp("other"), STEPS, forward_at=("10",))
+    assert load(path).plan.captured.parts == read_plan(build).captured.parts
     return path
 
 
@@ -107,12 +116,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
     return found
 
 
-def watched(build: Path, tmp_path: Path, **options: Any) -> tuple[Moves, RunFolder]:
+def watched(build: Path, tmp_path: Path, **options: Any) -> tuple[Moves, Board]:
     """The moves of a run that has begun to train."""
     found = Moves(RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True, **options))
-    texts = RunFolder(tmp_path)
-    found.begin(texts.read, texts.write, None)  # type: ignore[arg-type]
-    return found, texts
+    board = DictBoard()
+    found.begin(board, None)  # type: ignore[arg-type]
+    return found, board
 
 
 def trains(found: Moves, work: tuple[float, ...], speeds: tuple[float, ...], windows: int, begin: int = 0) -> None:
@@ -132,9 +141,9 @@ def promised(build: Path) -> tuple[float, ...]:
     return measured_speeds.promised(plan, costs)
 
 
-def test_a_slower_worker_gives_units_away(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
-    made.append(Compiled(with_cuts(build, tmp_path, "10")))
-    found, texts = watched(build, tmp_path)
+def test_a_slower_worker_gives_units_away(build: Path, other: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    made.append(Compiled(other))
+    found, board = watched(build, tmp_path)
     trains(found, promised(build), (1.0, 1.0), 3)
     assert asked == [], "all is as planned"
     trains(found, promised(build), SPEEDS, 1, begin=3)
@@ -142,19 +151,72 @@ def test_a_slower_worker_gives_units_away(build: Path, tmp_path: Path, asked: An
     trains(found, promised(build), SPEEDS, 2, begin=4)
     assert asked == [SPEEDS]
     assert found.asked
-    assert texts.read(ASKED) == f"{MOVE} {made[0].folder.name}"
+    assert board.get(ASKED) == f"{MOVE} {made[0].folder.name}"
     assert "other cuts are compiled" in capfd.readouterr().err
+
+
+def test_a_move_leaves_room_for_the_final_weights(
+    build: Path, other: Path, tmp_path: Path, asked: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.append(Compiled(other))
+    size = (other / "weights.safetensors").stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * size))
+    found, _ = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 3)
+    assert not found.asked
+    assert "no move is made" in capfd.readouterr().err
+
+
+def test_workers_that_could_not_be_saved_go_on(
+    build: Path, other: Path, tmp_path: Path, asked: Any, capfd: Any
+) -> None:
+    made.append(Compiled(other))
+    found, board = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 3)
+    assert found.asked
+    board.forget([ASKED])
+    trains(found, promised(build), SPEEDS, 6, begin=3)
+    assert not found.asked
+    assert made[0].given_up
+    assert asked == [SPEEDS], "the same speeds are tried once"
+    assert "the move cannot be made, and training goes on" in capfd.readouterr().err
+
+
+def test_an_unreadable_build_is_not_begun(build: Path, other: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
+    """Where the workers have ended, they begin again under the cuts before."""
+    made.append(Compiled(shutil.copytree(other, tmp_path / "1")))
+    found, _ = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 3)
+    (made[0].folder / "plan.json").write_text("{")
+    options = found.moved()
+    assert (options.build, options.rebalance, found.rows) == (str(build), False, [])
+    assert made[0].given_up
+    assert GONE_BACK in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), ValueError("odd costs"), MemoryError("full")])
+def test_an_error_ends_the_search_not_the_run(
+    error: Exception, build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(moves, "NewBuild", fails)
+    found, board = watched(build, tmp_path)
+    trains(found, promised(build), SPEEDS, 6)
+    assert board.get(ASKED) is None
+    assert re.findall(r"no longer looked for: .*(Read-only|odd|full)", capfd.readouterr().err)
 
 
 def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
     made.append(Compiled(build))
-    found, texts = watched(build, tmp_path)
+    found, board = watched(build, tmp_path)
     known, second = found._first_costs.links, measured_links.SECOND
     for windows in range(3):
         sent = [(1, k * second // 2, 5, k, 10**6, k * 10**6) for k in range(20 * windows, 20 * windows + 20)]
         came = [(0, at + second // 2, tag, k, 0) for _, at, tag, k, *_ in sent]
-        texts.write("times-0", json.dumps({"sent": sent, "came": []}))
-        texts.write("times-1", json.dumps({"sent": [], "came": came}))
+        board.set("times-0", json.dumps({"sent": sent, "came": []}))
+        board.set("times-1", json.dumps({"sent": [], "came": came}))
         trains(found, promised(build), (1.0, 1.0), 1, begin=windows)
         assert len(asked) == (windows > 0), "one window may be a hiccup; and a link is tried once"
     (links,) = compiled_for
@@ -171,12 +233,12 @@ def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, 
 
 def test_a_move_that_saves_too_little_is_not_made(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
     made.append(Compiled(build))  # no other cuts are better
-    found, texts = watched(build, tmp_path)
+    found, board = watched(build, tmp_path)
     trains(found, promised(build), SPEEDS, 9)
     assert asked == [SPEEDS], "the same speeds are tried once"
     assert made[0].given_up
     assert not found.asked
-    assert texts.read(ASKED) is None
+    assert board.get(ASKED) is None
     assert "other cuts would save 0% of a step's time, too little for a move" in capfd.readouterr().err
     trains(found, promised(build), (1.0, 0.15), 3, begin=9)
     assert asked == [SPEEDS, (1.0, 0.15)]
@@ -213,7 +275,8 @@ def test_a_compile_is_that_of_the_build(build: Path) -> None:
     ]
     stages = tuple(dataclasses.replace(stage, engines=("onnxruntime",) * 2) for stage in plan.stages)
     captured = dataclasses.replace(plan.captured, given_arguments=("--width", "3"))
-    plan = dataclasses.replace(plan, stages=stages, placement=(0, 0), device="cuda", meta=True, captured=captured)
+    plan = dataclasses.replace(plan, placement=(0, 0), device="cuda", meta=True, captured=captured)
+    plan = plan.with_step(stages=stages)
     costs = dataclasses.replace(costs, memory=(2.0**30,), partitions=())
     text = " ".join(_as_before(plan, costs))
     for part in ("--virtual 2", "--memory 1073741824B", "--backend onnxruntime", "--device cuda --meta", "--cuts same"):
@@ -269,7 +332,7 @@ def test_what_another_process_knows_of_its_moves_is_not_taken_over(
     options = RunOptions(str(build), out=str(tmp_path / "out"), rebalance=True)
     for process, found in ((os.getpid() + 1, build), (os.getpid(), made)):
         monkeypatch.setenv("FXPIPE_MOVED", json.dumps({"process": process, "build": str(made)}))
-        assert MovingProcess(options).options.build == str(found)
+        assert MovingProcess(options).go_on().build == str(found)
 
 
 @SLOW
@@ -328,42 +391,43 @@ def test_units_move_from_a_link_that_became_slower(tmp_path: Path, monkeypatch: 
 
 @SLOW
 @pytest.mark.multiproc
-def test_workers_that_cannot_begin_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+@pytest.mark.parametrize("mark", FAILS)
+def test_a_move_that_fails_ends_no_run(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     options = RunOptions(str(moving_build(tmp_path, STEPS)), threads=1, rebalance=True)
     run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False))
-    for mark in ("slow", "refuse"):
-        (tmp_path / mark).touch()
+    for name in ("slow", mark):
+        (tmp_path / name).touch()
     monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: SPEEDS)
     monkeypatch.setattr(measured_speeds, "SAMPLES", 1)
     summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
     assert summary["moves"] == []
     assert summary["build"]["folder"] == options.build
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert list((tmp_path / "out" / "rebalanced").iterdir()) == []
     err = capfd.readouterr().err
-    assert "not under these cuts" in err
-    assert "so the run goes on under the cuts before, and makes no other moves" in err
+    assert all(part in err for part in FAILS[mark]), err
 
 
 @SLOW
 @pytest.mark.multiproc
-@pytest.mark.parametrize("refused", [False, True])
-def test_units_move_under_torchrun(refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["", *FAILS])
+def test_units_move_under_torchrun(mark: str, tmp_path: Path) -> None:
     """Every process begins again; if one cannot under the new cuts, all do under the cuts before."""
     build = moving_build(tmp_path, STEPS)
     options = RunOptions(str(build), threads=1, out=str(tmp_path / "whole"))
     whole = run_local(options)
-    for mark in ("slow", "speeds", *(["refuse"] if refused else [])):
-        (tmp_path / mark).touch()
+    for name in ("slow", "speeds", mark or "slow"):
+        (tmp_path / name).touch()
     command = ["run", build, "--threads", 1, "--rebalance", "--out", tmp_path / "out", "--json"]
     run = torchrun(2, "-m", "fxpipe", *command)
     assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout)
     assert json.loads((tmp_path / "out/run.json").read_text())["moves"] == summary["moves"]
-    assert len(summary["moves"]) == (not refused), run.stderr
-    assert summary["build"]["folder"] == str(build if refused else tmp_path / "out/rebalanced/1")
+    assert len(summary["moves"]) == (not mark), run.stderr
+    assert summary["build"]["folder"] == str(build if mark else tmp_path / "out/rebalanced/1")
     assert summary["losses"] == whole["losses"]
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-    assert ("so the run goes on under the cuts before, and makes no other moves" in run.stderr) == refused
+    assert all(part in run.stderr for part in FAILS.get(mark, ()))
     for move in summary["moves"]:
         assert 0 < move["seconds"] < 60
         assert move["after"] != move["before"]

@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 from started_runs import started_run
 
-from fxpipe.observe.pulse import STEP, Pulse, Signs, StorePulses
+from fxpipe.observe.pulse import STEP, PostedPulses, Pulse, Signs
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.plan.spec import Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.stall import StallWatch, Standstill, WatchingWorker
+from fxpipe.runtime.wires.board import StoreBoard
 
 
 class Worker:
@@ -157,7 +158,7 @@ def test_no_timeout_says_nothing() -> None:
 
 def test_under_torchrun_the_first_worker_that_answers_watches(capsys: Any) -> None:
     store: Any = dist.HashStore()
-    pulses, ends, options = StorePulses(store, 3), list[int](), RunOptions("build", stall_timeout=60)
+    pulses, ends, options = PostedPulses(StoreBoard(store), 3), list[int](), RunOptions("build", stall_timeout=60)
     workers = [Worker().waits("gradient", 2), Worker().waits("gradient", 2), Worker()]
     watching = [WatchingWorker(pulses, w.pulse, i, options, ends.append) for i, w in enumerate(workers)]
     clock = Clock()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.wires.board import FolderBoard
 from fxpipe.runtime.wires.doors import MEETING, close_doors, greet, listening, prepare_meeting, read_meeting
 from fxpipe.runtime.wires.group import close_group, group_among, open_group, peers
 
@@ -21,9 +22,9 @@ MINUTE = timedelta(seconds=60)
 
 
 def _closed(rank: int, folder: str) -> None:
-    open_group(rank, 3, MINUTE, folder)
+    open_group(rank, 3, MINUTE, FolderBoard(folder))
     assert not listening()
-    with peers(rank):
+    with peers():
         for _ in range(20):  # the connections that there are still carry
             total = torch.ones(1000)
             dist.all_reduce(total)
@@ -42,7 +43,7 @@ def _closed(rank: int, folder: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="doors close on Linux")
 def test_connected_workers_listen_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    prepare_meeting(tmp_path, [[0, 2]])
+    prepare_meeting(FolderBoard(tmp_path), [[0, 2]])
     start_processes(_closed, (str(tmp_path),), 3, start_method="fork")
     assert len(list(tmp_path.glob("over*"))) == 3
 
@@ -69,7 +70,7 @@ def _strange(rank: int, folder: str) -> None:
     """Worker 1 does not know the secret."""
     store = dist.FileStore(str(Path(folder, "store")), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=MINUTE)
-    secret = read_meeting(Path(folder))[0] if rank == 0 else bytes(32)
+    secret = read_meeting(FolderBoard(folder))[0] if rank == 0 else bytes(32)
     with pytest.raises(RunError, match=f"process that is not worker {1 - rank} has connected to worker {rank}"):
         greet(rank, (0, 1), secret)
     Path(folder, f"over{rank}").touch()
@@ -78,7 +79,7 @@ def _strange(rank: int, folder: str) -> None:
 
 def test_who_does_not_know_the_secret_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    prepare_meeting(tmp_path)
+    prepare_meeting(FolderBoard(tmp_path))
     assert (tmp_path / MEETING).stat().st_mode & 0o077 == 0
     start_processes(_strange, (str(tmp_path),), 2, start_method="fork")
     assert len(list(tmp_path.glob("over*"))) == 2

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -69,7 +73,7 @@ class Ends:
         self.source, self.target = self.lines[0]
 
     def agreement(self, own: int, tag: int) -> JointLaunch:
-        return JointLaunch(self.locks[own], self.notes[own], range(2), own, tag)
+        return JointLaunch(self.locks[own], self.notes[own], tag, **{"below" if own else "above": [1 - own]})
 
 
 def settled(ends: Ends) -> list[tuple[str, int]]:
@@ -132,7 +136,8 @@ def test_several_processes_begin_together() -> None:
     ready = [threading.Event() for _ in range(3)]
 
     def launch(own: int) -> None:
-        agreement = JointLaunch(locks[own], Group(own, notes, []), range(3), own, 0)
+        others = [other for other in range(3) if other != own]
+        agreement = JointLaunch(locks[own], Group(own, notes, []), 0, level=others)
         agreement.launch(lambda: assert_set(ready[own]), lambda: log.append([lock.locked() for lock in locks]))
 
     threads = [threading.Thread(target=launch, args=(own,), daemon=True) for own in range(3)]
@@ -147,6 +152,37 @@ def test_several_processes_begin_together() -> None:
     for thread in threads:
         thread.join(10)
     assert len(log) == 3
+
+
+def test_messages_and_sums_have_one_order_in_all_processes() -> None:
+    """Two ranks of two replicas: sums of 0 and 1 and of 2 and 3, two lines of messages of 0 and 2 and of 1 and 3."""
+    notes: Any = defaultdict(list)
+    locks, logs = [threading.Lock() for _ in range(4)], [list[tuple[int, int]]() for _ in range(4)]
+    kernels = [(0, 1), (2, 3), (0, 2), (0, 2), (1, 3), (1, 3)]
+
+    def launch(kernel: int, own: int) -> None:
+        (other,) = (each for each in kernels[kernel] if each != own)
+        place = "level" if kernel < 2 else "below" if other < own else "above"
+        agreement = JointLaunch(locks[own], Group(own, notes, []), kernel, **{place: [other]})
+        for number in range(25):
+            wait = random.Random(f"{kernel} {own} {number}").random() / 2000
+            agreement.launch(partial(time.sleep, wait), lambda number=number: logs[own].append((kernel, number)))
+
+    threads = [
+        threading.Thread(target=launch, args=(kernel, own), daemon=True)
+        for kernel, both in enumerate(kernels)
+        for own in both
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [len(log) for log in logs] == [75] * 4
+    order = TopologicalSorter[tuple[int, int]]()
+    for log in logs:
+        for before, after in pairwise(log):
+            order.add(after, before)
+    order.prepare()  # an error if there is a circle
 
 
 def assert_set(event: threading.Event) -> None:

@@ -37,9 +37,9 @@ for number, case in enumerate(cases):
     second.start_sum(("bucket", number), 2 * given(rank, *case))
     if case[0].is_floating_point:
         first.start_sum(("mean", number), given(rank, *case), 3)
-    first.start_scatter(("parts", number), given(rank, *case), sizes(case[1]))
+    first.start_sum(("parts", number), given(rank, *case), 1, sizes(case[1]))
     first.start_gather(("all", number), given(rank, case[0], sizes(case[1])[rank]), sizes(case[1]))
-first.start_copy(("buffers", 0), torch.full((3,), float(rank)))
+    first.start_comparison(("read", number), number + (rank == 1))
 for number, case in reversed(list(enumerate(cases))):
     for factor, end in ((2, second), (1, first)):
         expected = summed([factor * given(replica, *case) for replica in range(size)])
@@ -49,10 +49,9 @@ for number, case in reversed(list(enumerate(cases))):
     parts = sizes(case[1])
     begin = sum(parts[:rank])
     assert torch.equal(first.take(("parts", number)), expected[begin : begin + parts[rank]]), case
+    assert first.unlike_first(("read", number)) == "replica 1"
     whole = torch.cat([given(replica, case[0], parts[replica]) for replica in range(size)])
     assert torch.equal(first.take(("all", number)), whole), case
-if rank:
-    assert first.take(("buffers", 0)).tolist() == [0.0] * 3
 process.end()
 print("equal")
 """
@@ -112,6 +111,18 @@ def test_out_of_memory_is_no_lost_replica(replicas: int, monkeypatch: pytest.Mon
     process.end()
 
 
+def test_numbers_that_are_compared_wait_for_no_device() -> None:
+    """They go over gloo, whatever the vectors of the replicas go over."""
+    notes = Broken()
+    notes.wait = lambda: None  # type: ignore[method-assign]
+    notes.allgather = lambda taken, given: taken[0][1].copy_(given[0]) and notes
+    process = ReplicaProcess(None, 1, 3, torch.device("meta"), False, "worker 0, replica 1", notes=notes)
+    end = process.of_worker(0)
+    end.start_comparison(("batch", 0), 7)
+    assert end.take(("batch", 0)).device.type == "cpu"
+    process.end()
+
+
 class Faulty:
     """A process group with a fault of ours in it."""
 
@@ -145,11 +156,6 @@ def test_in_one_process_a_sum_arrives_with_the_last_replica() -> None:
     taken = [end.take(("bucket", 0)) for end in ends]
     assert [value.tolist() for value in taken] == [[111.0, 111.0]] * 3
     assert len({value.data_ptr() for value in taken}) == 3
-    ends[1].start_copy(("buffers", 0), torch.zeros(1))
-    with pytest.raises(RunError, match="the pipeline is stuck"):
-        ends[1].take(("buffers", 0))
-    ends[0].start_copy(("buffers", 0), torch.ones(1))
-    assert [end.take(("buffers", 0)).item() for end in ends[1:]] == [1.0, 1.0]
     assert not board.results
 
 
@@ -157,7 +163,7 @@ def test_in_one_process_each_replica_gets_its_own_part() -> None:
     board = ReplicaBoard(2, Turns())
     ends = [LocalCollective(board, replica) for replica in range(2)]
     for end in ends:
-        end.start_scatter(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, [1, 2])
+        end.start_sum(("parts", 0), torch.tensor([1.0, 2.0, 3.0]) * 10**end.replica, sizes=[1, 2])
     assert [end.take(("parts", 0)).tolist() for end in ends] == [[11.0], [22.0, 33.0]]
     for end in ends:
         with pytest.raises(RunError, match="the pipeline is stuck"):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import PeerLost
-from fxpipe.runtime.wires.shared_memory import Arriving, Receiver, Sender
+from fxpipe.runtime.wires.shared_memory import Arriving, Receiver, Sender, rounded
 
 TYPES = (torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64)
 
 
 def ends() -> tuple[Sender, Receiver]:
-    sender = Sender(0)
-    receiver = Receiver(1, sender.handles)
+    sender = Sender()
+    receiver = Receiver(sender.handles)
     sender.met()
     return sender, receiver
 
@@ -65,16 +65,25 @@ def test_no_block_is_added_for_one_message_after_another() -> None:
     assert len(sender._blocks) <= 2
 
 
+def test_messages_of_ever_new_sizes_use_the_same_blocks() -> None:
+    sender, receiver = ends()
+    for count in range(2**20 + 1, 2**22, 2**18 + 1):
+        sender.send(7, torch.ones(count, dtype=torch.uint8))
+        assert received(receiver.expect(7, count, torch.uint8)).sum() == count
+    assert len(sender._blocks) == 2
+    assert all(size < 2 * (2**20 + 1) for size in map(rounded, (1, 2**20, 2**20 + 1)))
+
+
 def test_a_lost_process_is_said() -> None:
     sender, receiver = ends()
     sender.send(1, torch.ones(3))
     sender.close()
     assert received(receiver.expect(1, 3, torch.float32)).sum() == 3
-    with pytest.raises(PeerLost, match="worker 1 lost a connection: Connection closed by peer"):
+    with pytest.raises(PeerLost, match="this process lost a connection: Connection closed by peer"):
         receiver.expect(1, 3, torch.float32).wait()
     sender, receiver = ends()
     receiver.close()
-    with pytest.raises(PeerLost, match="worker 0 lost a connection: Broken pipe"):
+    with pytest.raises(PeerLost, match="this process lost a connection: Broken pipe"):
         sender.send(1, torch.ones(3))
 
 

@@ -13,8 +13,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ProfileError, RunError
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
+from fxpipe.planner.device import read_throttle
 from fxpipe.planner.links import Links
-from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.throttled import SlowDirection
 from fxpipe.simulator import channel as simulated
 
