@@ -73,7 +73,7 @@ def _print_report(report: Json) -> None:
 
 def _links(count: int | None, out: str | None, as_json: bool) -> int:
     from fxpipe.measure.links import measure_group, measure_links
-    from fxpipe.runtime.wires.environment import has_place
+    from fxpipe.runtime.wires.meeting import has_place
 
     together = has_place()
     first = not together or os.environ["RANK"] == "0"
@@ -118,7 +118,7 @@ def _links_row(report: LinkReport) -> dict[str, Any]:
 
 def _print_links(report: LinkReport) -> None:
     from fxpipe.measure.links import SIZES
-    from fxpipe.runtime.wires.carriers import carriers_text
+    from fxpipe.runtime.wires.processes import carriers_text
 
     columns = [
         Column(report.transport, lambda pair: f"{pair.source} → {pair.target}", TEXT),

@@ -108,7 +108,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     An option that is not on the command line is taken from the table [run] in fxpipe.toml, in the model file's folder;
     else from the model file's run_options. With --resume, the checkpoint's options are kept.
     """
-    from fxpipe.runtime.wires.environment import has_place, widen_queues
+    from fxpipe.runtime.wires.meeting import has_place, widen_queues
 
     _check(option_values)
     option_values |= _given_to_run(build, option_values, config)

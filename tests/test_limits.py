@@ -18,7 +18,7 @@ from fxpipe.limits import FILES, limit_hint, open_more_files
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.process.ends import first_cause, leave_error
 from fxpipe.runtime.wires.board import DictBoard
-from fxpipe.runtime.wires.doors import prepare_meeting
+from fxpipe.runtime.wires.meeting import prepare_meeting
 
 MET: list[tuple[Exception, str]] = [
     (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "ulimit -n"),

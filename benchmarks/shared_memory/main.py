@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.board import FolderBoard
-from fxpipe.runtime.wires.doors import prepare_meeting
 from fxpipe.runtime.wires.group import close_group, open_group, peers
+from fxpipe.runtime.wires.meeting import prepare_meeting
 from fxpipe.runtime.wires.processes import ProcessWires
 from fxpipe.runtime.wires.shared_memory import SWITCH
 

@@ -36,12 +36,10 @@ from fxpipe.runtime.process.ends import end_process, first_cause, leave_error
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.board import FolderBoard
-from fxpipe.runtime.wires.carriers import Carrier
-from fxpipe.runtime.wires.doors import prepare_meeting
-from fxpipe.runtime.wires.environment import widen_queues
 from fxpipe.runtime.wires.exchange import gathered
 from fxpipe.runtime.wires.group import close_group, leave_after, open_group, peers, place_of_process
-from fxpipe.runtime.wires.processes import ProcessWires
+from fxpipe.runtime.wires.meeting import prepare_meeting, widen_queues
+from fxpipe.runtime.wires.processes import Carrier, ProcessWires
 from fxpipe.typed_json import read
 
 Transport = Literal[

@@ -9,5 +9,5 @@
 - `process/training_loop` walks a row: it gives the executor one action after the other. The executor reads weights,
   calls emitted code, and sends and receives by `wires/wired`.
 - `process/distributed_evaluation` evaluates, with a `worker/evaluation` for each worker.
-- `worker/final_weights`, `process/collect_trace` and `process/run_summary` write the results of the run.
+- `worker/final_weights`, `process/timelines` and `process/run_summary` write the results of the run.
 """

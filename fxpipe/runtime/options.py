@@ -216,8 +216,8 @@ class RunOptions(PipelineOptions):
         min_delta: the metric has improved if it is better by more than this.
         log: also log the run's numbers to `tensorboard`, `wandb`, `mlflow` or a logger that the model file registers
             (`fxpipe.observe.logger`), each optionally with `=` and a folder, project or experiment.
-        profile: each process profiles its operators in this many steps (see `fxpipe.runtime.process.profiled`); None in
-            none.
+        profile: each process profiles its operators in this many steps (see `fxpipe.runtime.process.timelines`); None
+            in none.
         nvtx: show the spans of workers as NVTX ranges, for Nsight Systems.
         peak: peak FLOP/s of the device of one process, for `mfu`; None takes it from the table of devices
             (`fxpipe.planner.device`), if the device is there.

@@ -17,7 +17,7 @@ from fxpipe.errors import RunError
 from fxpipe.measure import links as link_test
 from fxpipe.measure.links import SIZES, LinkReport, PairTimes, measure_links, pairs_of_group
 from fxpipe.planner.device import read_device_spec
-from fxpipe.runtime.wires.carriers import Carrier, carriers_text
+from fxpipe.runtime.wires.processes import Carrier, carriers_text
 from fxpipe.runtime.wires.shared_memory import SWITCH
 
 CHILD = "fxpipe.measure.links"

@@ -23,8 +23,7 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.evaluation_while_training import BuffersKept
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
-from fxpipe.runtime.process.row import Limit, LimitedRow
-from fxpipe.runtime.process.training_loop import train
+from fxpipe.runtime.process.training_loop import Limit, LimitedRow, train
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, Way
 from fxpipe.runtime.wires.board import DictBoard
 from fxpipe.runtime.wires.one_process import Loopback, Passing, Turns

@@ -32,7 +32,7 @@ from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import REBALANCED
 from fxpipe.runtime.process.resume import NEWEST
 from fxpipe.runtime.process.world import World
-from fxpipe.runtime.wires.environment import BEGUN, MOVED
+from fxpipe.runtime.wires.meeting import BEGUN, MOVED
 
 GLANCE = 0.5
 """Seconds between two looks at the workers, whose signs are in the process group's store."""

@@ -28,11 +28,11 @@ from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, PeerLost
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
 from fxpipe.runtime.process.resume import about_run
 from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.board import Board
 from fxpipe.runtime.worker.captures import Agenda, Captures
 from fxpipe.runtime.worker.executor import Executor

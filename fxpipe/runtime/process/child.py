@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile
 from fxpipe.runtime.wires.board import SUMMARY, FolderBoard
-from fxpipe.runtime.wires.environment import widen_queues
+from fxpipe.runtime.wires.meeting import widen_queues
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 

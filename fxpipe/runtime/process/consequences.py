@@ -19,10 +19,10 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.best_weights import BestWeights, Goal, Write, lacks, metrics_of
 from fxpipe.runtime.process.check_run import decides_alike, unlike
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
-from fxpipe.runtime.process.row import Limit
 from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.process.training_loop import Limit
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.schedule.base import Schedule

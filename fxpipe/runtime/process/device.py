@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
 from fxpipe.planner.device import INFINITE, Device, at_peak
-from fxpipe.runtime.wires.environment import CONNECTIONS, widen_queues
 from fxpipe.runtime.wires.exchange import gathered
+from fxpipe.runtime.wires.meeting import CONNECTIONS, widen_queues
 
 
 def own_device(kind: str) -> torch.device:

@@ -15,8 +15,8 @@ from fxpipe.observe.watch import Cause
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.exchange import of_worker_0
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor

@@ -6,11 +6,11 @@ from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.minibatch_notes import Losses, StepLoss
 from fxpipe.runtime.process.resume import Resumed
-from fxpipe.runtime.process.row import Limit
 from fxpipe.runtime.process.rows import Microbatches, WalkedRows
+from fxpipe.runtime.process.training_loop import Limit
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.worker.observer import Observer
 
 

@@ -43,7 +43,7 @@ from fxpipe.runtime.process.moves import Moves
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
 from fxpipe.runtime.wires.board import SUMMARY, Board, FolderBoard, make_folder
-from fxpipe.runtime.wires.doors import prepare_meeting
+from fxpipe.runtime.wires.meeting import prepare_meeting
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 

@@ -14,8 +14,8 @@ from fxpipe.errors import CheckpointError
 from fxpipe.files import disk_explained, replacing
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Report, files_of, reported
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.resume import Resumed, about_run, opened
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.exchange import agreeing, gathered, of_worker_0
 from fxpipe.runtime.worker.captures import shard_at_rest
 from fxpipe.runtime.worker.executor import Executor

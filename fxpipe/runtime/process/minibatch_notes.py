@@ -17,7 +17,7 @@ from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.row import Limit
+from fxpipe.runtime.process.training_loop import Limit
 from fxpipe.runtime.wires.addresses import CALL, LOSS, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.captures import Due

@@ -32,11 +32,11 @@ from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.ends import StopRequests
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.last_saved import name_checkpoint
-from fxpipe.runtime.process.measured_links import MeasuredLinks, replaced
 from fxpipe.runtime.process.measured_speeds import Window, Windows, promised
 from fxpipe.runtime.process.new_build import REBALANCED, NewBuild
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.wires.board import ASKED, MOVE, TIMES, Board
+from fxpipe.runtime.wires.measured_links import MeasuredLinks, replaced
 
 GAIN = 0.1
 """The least share of a step's time that a move must save."""

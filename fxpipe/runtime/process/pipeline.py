@@ -21,17 +21,16 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.collect_trace import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.fed_rows import FedRows
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.loop_calls import LoopCalls
 from fxpipe.runtime.process.loop_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.resume import Resumed, opened
+from fxpipe.runtime.process.timelines import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.what_trains import WhatTrains
-from fxpipe.runtime.process.world import World
+from fxpipe.runtime.process.world import Job, World
 from fxpipe.runtime.wires.exchange import agreeing, barrier, gathered
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor

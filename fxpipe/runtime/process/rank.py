@@ -25,15 +25,11 @@ from fxpipe.planner.device import Device
 from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.check_run import check_separate_replicas, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.collect_trace import WorkerTrace, collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.device import devices_of
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.membership import Agreed
-from fxpipe.runtime.process.profiled import profiled
 from fxpipe.runtime.process.resume import check_length, opened, run_before
-from fxpipe.runtime.process.row import Limit
 from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.process.run_callbacks import OnEpoch, OnStep, RunCallbacks
 from fxpipe.runtime.process.run_data import RunData
@@ -49,9 +45,11 @@ from fxpipe.runtime.process.run_summary import (
 )
 from fxpipe.runtime.process.steps_recorded import StepsRecorded
 from fxpipe.runtime.process.stopping import Stopping
-from fxpipe.runtime.process.world import World
-from fxpipe.runtime.wires.carriers import carriers_text
+from fxpipe.runtime.process.timelines import WorkerTrace, collect_trace, compare_clocks, profiled, recorded
+from fxpipe.runtime.process.training_loop import Limit
+from fxpipe.runtime.process.world import Job, World
 from fxpipe.runtime.wires.exchange import barrier, gathered
+from fxpipe.runtime.wires.processes import carriers_text
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.feed import agree_epoch
 from fxpipe.runtime.worker.final_weights import FinalFiles, averages_of, weights_are_safe

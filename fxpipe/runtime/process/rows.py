@@ -1,6 +1,6 @@
 """The rows that a process walks: one for each rank here, or for each of its replicas, with its workers in rising order.
 
-A run walks them to its end, a user's own loop as far as it has fed minibatches (`row.py`).
+A run walks them to its end, a user's own loop as far as it has fed minibatches (`Limit`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, ReceivedEvaluation
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
-from fxpipe.runtime.process.row import Limit, LimitedRow
-from fxpipe.runtime.process.training_loop import EndedStep, train
+from fxpipe.runtime.process.training_loop import EndedStep, Limit, LimitedRow, train
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation import EvaluationData

@@ -24,10 +24,10 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
 from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.process.what_trains import WhatTrains
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP

@@ -8,11 +8,11 @@ from typing import Any
 
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.minibatch_notes import BatchesRead, ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes, of_run
-from fxpipe.runtime.process.row import Limit
 from fxpipe.runtime.process.rows import WalkedRows
+from fxpipe.runtime.process.training_loop import Limit
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.feed import Feed, agree_length
 from fxpipe.runtime.worker.observer import Observer

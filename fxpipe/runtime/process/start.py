@@ -26,14 +26,13 @@ from fxpipe.runtime.process.check_run import (
     writing,
 )
 from fxpipe.runtime.process.device import reuse_freed_memory
-from fxpipe.runtime.process.job import Job
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.membership import Agreed, membership
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.run_summary import warn_if_edited
-from fxpipe.runtime.process.world import AmongProcesses, OneProcess
+from fxpipe.runtime.process.world import AmongProcesses, Job, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.runtime.worker.feed import in_steps
 from fxpipe.task.model_file import Task

@@ -10,7 +10,7 @@ from typing import Any
 from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.ends import PoliteStop, say_stopped
-from fxpipe.runtime.process.job import Job
+from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.board import ASKED, MOVE
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer

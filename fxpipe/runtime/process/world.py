@@ -1,10 +1,12 @@
-"""Where the ranks of a run are: each in its own process, or all in this one."""
+"""Where the ranks of a run are, each in its own process or all in this one; and what is trained there: its job."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,23 +15,25 @@ from fxpipe.observe.pulse import Pulse, Signs, Status
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.device import read_throttle
+from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.membership import Member
+from fxpipe.runtime.process.resume import Options, recipe_of
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
 from fxpipe.runtime.wires.board import TIMES, Board, DictBoard
-from fxpipe.runtime.wires.carriers import Carrier
-from fxpipe.runtime.wires.clocks import read_offset
 from fxpipe.runtime.wires.collective import Collective, LocalCollective, ReplicaBoard
+from fxpipe.runtime.wires.exchange import read_offset
 from fxpipe.runtime.wires.group import check_no_run_here, peers
-from fxpipe.runtime.wires.message_times import MessageTimes
+from fxpipe.runtime.wires.measured_links import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import JointLaunch
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
-from fxpipe.runtime.wires.processes import ProcessWires
+from fxpipe.runtime.wires.processes import Carrier, ProcessWires
 from fxpipe.runtime.wires.replica_group import ReplicaProcess, replica_group
 from fxpipe.runtime.wires.throttled import ThrottledWires
 from fxpipe.runtime.wires.wired import Wires
+from fxpipe.task.model_file import Task
 
 
 class World(ABC):
@@ -186,3 +190,41 @@ class OneProcess(World):
 
     def signs(self) -> list[Signs]:
         return [Signs.of(self.pulse.numbers)]
+
+
+Given = TypeVar("Given", bound=PipelineOptions, covariant=True)
+
+
+@dataclass(frozen=True)
+class Job(Generic[Given]):
+    """What one process knows of a pipeline before it opens workers, and does not change as long as there are some.
+
+    Attributes:
+        folder: of the build.
+        task: the user's hooks.
+        out: the folder for checkpoints and results; None without one.
+        world: to be opened with the `addresses`.
+    """
+
+    folder: str
+    plan: Plan
+    recipe: Recipe
+    task: Task
+    options: Given
+    out: str | None
+    world: World
+
+    @staticmethod
+    def of(folder: str, plan: Plan, task: Task, options: Options, out: str | None, world: World) -> Job[Options]:
+        """With the recipe that the options or the plan name; errors as `recipe_of`."""
+        return Job(folder, plan, recipe_of(plan, options), task, options, out, world)
+
+    @property
+    def process(self) -> int:
+        """The number of this process; 0 if it has all workers."""
+        return self.world.here[0]
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """Of all messages."""
+        return Addresses(self.plan, self.recipe.demand)

@@ -33,7 +33,7 @@ ASKED, MOVE = "asked", "move"
 then begins again under other cuts: the number of their build follows."""
 
 TIMES = "times-{}"
-"""The key of what a process has noted of its messages (see `message_times`)."""
+"""The key of what a process has noted of its messages (see `measured_links`)."""
 
 LOOK, MOST = 0.001, 0.05
 """Seconds between the first two looks for texts that are on their way; each pause is twice the last, up to the most."""

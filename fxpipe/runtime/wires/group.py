@@ -25,8 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.board import FolderBoard
-from fxpipe.runtime.wires.doors import close_doors, greet, listening, read_meeting
-from fxpipe.runtime.wires.environment import BEGUN, place
+from fxpipe.runtime.wires.meeting import BEGUN, close_doors, greet, listening, place, read_meeting
 from fxpipe.torch_private import FileStore, PrefixStore
 
 _group: Any = None  # of the run in this process
@@ -75,7 +74,7 @@ def open_group(
 
     Args:
         board: for a run on this machine, its own: the workers meet in its folder, not at a port, and no other process
-            can join (see `fxpipe.runtime.wires.doors`).
+            can join (see `fxpipe.runtime.wires.meeting`).
         patience: seconds after which one process of each machine says that others are missing, and again at growing
             intervals; 0 for never.
 

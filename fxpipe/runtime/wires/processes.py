@@ -12,7 +12,8 @@ A process may have several workers: their messages to each other stay in the pro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import gcd
@@ -23,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.errors import listed
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
-from fxpipe.runtime.wires.carriers import Carrier
 from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.runtime.wires.group import group_among, peers
-from fxpipe.runtime.wires.message_times import MessageTimes
+from fxpipe.runtime.wires.measured_links import MessageTimes
 from fxpipe.runtime.wires.nccl_lines import Communicator, JointLaunch, NcclLine
 from fxpipe.runtime.wires.one_process import Loopback, Turns
 from fxpipe.runtime.wires.outbox import Outbox, Pieces, Queued, pieces
@@ -237,3 +238,40 @@ class ProcessWires:
             place = {"above" if self.rank < other else "below": [other]}
             agreement = JointLaunch(self.launching, notes, self._tags[channel], **place)
             self._lines[channel, other] = NcclLine(communicator, agreement, self.device)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """What carries the messages of a direction.
+
+    Attributes:
+        source, target: the processes.
+        transport: 'shared memory', 'gloo', or of CUDA tensors 'peer memory', 'nccl', 'gloo through CPU memory'.
+        why: this one.
+    """
+
+    source: int
+    target: int
+    transport: str
+    why: str
+
+
+def carriers_text(carriers: Iterable[Carrier], most: int = 20) -> list[str]:
+    """A line for each transport and reason: `0 ↔ 1, 2 → 3: gloo: different hosts`.
+
+    Args:
+        most: how many pairs a line names.
+    """
+    found: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    for each in carriers:
+        found.setdefault((each.transport, each.why), set()).add((each.source, each.target))
+    lines = []
+    for (transport, why), directions in found.items():
+        both = {(one, other) for one, other in directions if (other, one) in directions}
+        named = sorted((min(way), max(way), "↔") for way in both if way[0] < way[1])
+        named += sorted((*way, "→") for way in directions - both)
+        pairs = (
+            "all pairs" if len(found) == 1 else listed([f"{one} {sign} {other}" for one, other, sign in named], most)
+        )
+        lines.append(f"{pairs}: {transport}: {why}")
+    return lines

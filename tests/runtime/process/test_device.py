@@ -18,7 +18,7 @@ from fxpipe.runtime.process import device, world
 from fxpipe.runtime.process.membership import Member
 from fxpipe.runtime.process.world import AmongProcesses
 from fxpipe.runtime.wires.board import DictBoard
-from fxpipe.runtime.wires.environment import CONNECTIONS
+from fxpipe.runtime.wires.meeting import CONNECTIONS
 
 HERE = ("host", "GPU-0")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.runtime.process.consequences import furthest
-from fxpipe.runtime.process.row import Limit, LimitedRow
+from fxpipe.runtime.process.training_loop import Limit, LimitedRow
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.schedule import SCHEDULES, make
 from fxpipe.schedule.action import LOOKAHEAD

@@ -26,12 +26,13 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import measured_links, measured_speeds, moves
+from fxpipe.runtime.process import measured_speeds, moves
 from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import NewBuild, _as_before
 from fxpipe.runtime.process.start import join, join_by_command, run_local
+from fxpipe.runtime.wires import measured_links
 from fxpipe.runtime.wires.board import ASKED, MOVE, Board, DictBoard
 
 SLOW = pytest.mark.slow

@@ -15,8 +15,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires import processes, shared_memory
-from fxpipe.runtime.wires.carriers import Carrier, carriers_text
-from fxpipe.runtime.wires.processes import ProcessWires
+from fxpipe.runtime.wires.processes import Carrier, ProcessWires, carriers_text
 from fxpipe.runtime.wires.shared_memory import Ends, Whereabouts
 from fxpipe.runtime.wires.throttled import ThrottledWires
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
+from fxpipe.runtime.wires.exchange import ClockOffset, aligned, read_offset
 
 WORKERS = 3
 AHEAD = 10**12

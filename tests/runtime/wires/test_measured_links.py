@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fxpipe.planner.links import Links
-from fxpipe.runtime.process.measured_links import Measured, MeasuredLinks, replaced
-from fxpipe.runtime.wires import message_times
-from fxpipe.runtime.wires.message_times import AWAITED, MOST, SECOND, MessageTimes
+from fxpipe.runtime.wires import measured_links
+from fxpipe.runtime.wires.measured_links import AWAITED, MOST, SECOND, Measured, MeasuredLinks, MessageTimes, replaced
 from fxpipe.runtime.wires.throttled import SlowDirection
 
 BUILD = Links(1e8, 0.001)
@@ -24,7 +23,7 @@ class Ends:
         self._ahead = [0.0, -ahead]  # of worker 0's clock
         self._times = MessageTimes(0), MessageTimes(int(SECOND * known))
         self._now = 0
-        monkeypatch.setattr(message_times, "perf_counter_ns", lambda: self._now)
+        monkeypatch.setattr(measured_links, "perf_counter_ns", lambda: self._now)
 
     def _at(self, rank: int, time: float) -> int:
         self._now = int(SECOND * (time + self._ahead[rank] + 1000))

@@ -21,10 +21,10 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
-from fxpipe.runtime.wires.clocks import ClockOffset
+from fxpipe.runtime.process.timelines import WorkerTrace, write_trace
+from fxpipe.runtime.wires.exchange import ClockOffset
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}
 CLIPPED = {"microbatches": 2, "schedule": "1f1b", "forward": (0, 1, 2), "backward": (0, 1, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.wires.environment import has_place, place
+from fxpipe.runtime.wires.meeting import has_place, place
 
 RIGHT = {
     "RANK": "1",

@@ -18,8 +18,8 @@ from fxpipe.plan.build_folder import load_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_profiler, check_run
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.profiled import _TorchProfile, profiled_steps
 from fxpipe.runtime.process.start import run_local
+from fxpipe.runtime.process.timelines import _TorchProfile, profiled_steps
 
 Span = tuple[float, float, str]
 

@@ -14,8 +14,8 @@ from torch.multiprocessing import start_processes
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.wires.board import FolderBoard
-from fxpipe.runtime.wires.doors import MEETING, close_doors, greet, listening, prepare_meeting, read_meeting
 from fxpipe.runtime.wires.group import close_group, group_among, open_group, peers
+from fxpipe.runtime.wires.meeting import MEETING, close_doors, greet, listening, prepare_meeting, read_meeting
 
 pytestmark = pytest.mark.multiproc
 MINUTE = timedelta(seconds=60)
