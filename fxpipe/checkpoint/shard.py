@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from msgspec import Meta
 from torch import Tensor
 
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
-from fxpipe.checkpoint.tree import Decoder, Encoder
+from fxpipe.checkpoint.tree import Decoder, Encoder, said
 from fxpipe.errors import CheckpointError
 from fxpipe.files import sync_folder
 from fxpipe.plan.spec import BufferSpec, Plan
@@ -121,6 +122,83 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: in
     }
 
 
+class Saves(NamedTuple):
+    """What a replica of a worker saves: the first all; another what it has by itself, and no files without any.
+
+    Attributes:
+        whole: weights, buffers, and what minibatches in flight have read.
+        state: of the parts of its updates.
+        files: it writes some.
+    """
+
+    whole: bool
+    state: bool
+    files: bool
+
+    @staticmethod
+    def of(plan: Plan, worker: int, replica: int) -> Saves:
+        """Replicas that train separately have all by themselves; those that share the optimizer, the state of their
+        share; if codecs remember what they left out of gradients, all replicas have such memories."""
+        whole = replica == 0 or plan.outer is not None
+        remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
+        return Saves(whole, whole or bool(plan.updaters(worker)), whole or plan.sharded or remember)
+
+
+Report = dict[str, Any]
+"""What other processes must know of a shard: the digests of its files, or the error."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints: each process the shards of its workers into a folder, and one then makes it a checkpoint.
+
+    Args:
+        about: fields of the manifest about the run: `plan`, `run`, `versions`.
+
+    Attributes:
+        places: the workers and replicas that write files.
+    """
+
+    def __init__(self, plan: Plan, about: Mapping[str, Any]) -> None:
+        self._plan, self._about = plan, about
+        places = ((worker, r) for worker in range(plan.workers) for r in range(plan.replicas_of(worker)))
+        self.places = [place for place in places if Saves.of(plan, *place).files]
+
+    def write(
+        self, opened: AbstractContextManager[Path], worker: int, replica: int, make: Callable[[], Shard]
+    ) -> Report:
+        """Make a shard, and write it into a folder. Any error is reported, also one of the user's objects: else other
+        processes would wait for ever."""
+        try:
+            with opened as folder:
+                files = write_shard(folder, self._plan, worker, make(), replica)
+        except Exception as error:
+            who = f"worker {worker}" + (f", replica {replica}" if replica else "")
+            return {"error": f"{who} cannot write its part of a checkpoint: {said(error)}"}
+        return {"files": {name: asdict(entry) for name, entry in files.items()}}
+
+    def complete(self, folder: Path, step: int, start: int, files: Mapping[str, FileEntry]) -> None:
+        """Make a checkpoint of the files that all have written into a folder.
+
+        Raises:
+            OSError: the index or the manifest cannot be written.
+        """
+        index = {INDEX: write_index(folder, self._plan)}
+        manifest = Manifest(step, start, self._plan.workers, **self._about, files={**files, **index})
+        write_bytes(folder / MANIFEST, manifest.to_json().encode())
+        sync_folder(folder)
+
+
+def files_of(reports: Sequence[Report]) -> dict[str, FileEntry]:
+    """The files of all shards.
+
+    Raises:
+        CheckpointError: some could not be written.
+    """
+    if failed := [report["error"] for report in reports if "error" in report]:
+        raise CheckpointError("; ".join(failed))
+    return {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
+
+
 def write_index(folder: Path, plan: Plan) -> FileEntry:
     """Write the index of the model's tensors and files, in the form of transformers and torch."""
     owners = {name: p.owner for p in plan.parameters for name in p.names}
@@ -130,33 +208,6 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
     weight_map = {name: _files(worker, plan.workers)["model"] for name, worker in owners.items()}
     body = {"metadata": {"total_size": size}, "weight_map": weight_map}
     return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
-
-
-def complete(
-    folder: Path, plan: Plan, step: int, start: int, about: Mapping[str, Any], files: Mapping[str, FileEntry]
-) -> None:
-    """Make a checkpoint of the files that all workers have written into a folder.
-
-    Args:
-        about: fields of the manifest about the run: `plan`, `run`, `versions`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    of_all = {**files, INDEX: write_index(folder, plan)}
-    manifest = Manifest(step, start, plan.workers, **about, files=of_all)
-    write_bytes(folder / MANIFEST, manifest.to_json().encode())
-    sync_folder(folder)
-
-
-def replicas_that_write(plan: Plan, worker: int) -> int:
-    """How many replicas of a worker have something to write; one if the others have nothing in addition.
-
-    A replica has its own state if the optimizer is shared, if codecs remember what they left out of its gradients, or
-    if replicas train separately.
-    """
-    remember = any(edge.codec and edge.src_phase == "B" for edge in plan.all_edges)
-    return plan.replicas_of(worker) if plan.sharded or plan.outer is not None or remember else 1
 
 
 def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:

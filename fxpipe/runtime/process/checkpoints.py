@@ -13,34 +13,34 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from itertools import compress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 from fxpipe.checkpoint.interval import Interval
-from fxpipe.checkpoint.manifest import FileEntry
-from fxpipe.checkpoint.shard import Shard, complete, replicas_that_write, write_shard
+from fxpipe.checkpoint.manifest import check_replaceable
+from fxpipe.checkpoint.shard import CheckpointWriter, Report, Shard, files_of
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, PeerLost
+from fxpipe.files import disk_explained, replacing
 from fxpipe.messages import warn
-from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
 from fxpipe.runtime.process.resume import about_run
 from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.process.world import Job
 from fxpipe.runtime.wires.board import Board
-from fxpipe.runtime.worker.captures import Agenda, Captures
+from fxpipe.runtime.wires.exchange import agreeing, gathered, of_worker_0
+from fxpipe.runtime.worker.captures import Agenda, Captures, shard_at_rest
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.outer_step import OuterStep
 
-Files = dict[str, FileEntry]
-Report = dict[str, Any]
+ELSEWHERE = "choose another folder"
 LOOK = 0.05
 """Seconds between two looks for the reports of other processes."""
 
@@ -74,15 +74,15 @@ class Checkpoints(Observer):
         if job.out is None:
             raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER for them")
         self.every = Interval.of(options.checkpoint_every)
-        write = [e.replica < replicas_that_write(plan, e.worker) for e in executors]
+        writer = CheckpointWriter(plan, about_run(options, job.recipe, plan))
+        write = [(e.worker, e.replica) in writer.places for e in executors]
         if any(write):
             executors, shards = list(compress(executors, write)), list(compress(shards, write))
         whole = any((executor.worker, executor.replica) == (0, 0) for executor in executors)
         shelf = Shelf.of(job.out)
         if whole:
             shelf.clear()
-        about = about_run(options, job.recipe, plan)
-        self.writer = ShardWriter(shelf, plan, about, board, whole, options.keep, observers, then)
+        self.writer = ShardWriter(shelf, writer, board, whole, options.keep, observers, then)
         weakref.finalize(self, self.writer.leave).atexit = False
         self._observers, self._store = observers, executors[0].store
         lead = ahead(self._store.demand, several_shapes(plan, options))
@@ -140,34 +140,26 @@ class ShardWriter:
     A checkpoint that cannot be written is given up with a warning; training goes on, earlier checkpoints stay.
 
     Args:
-        about: what the manifest says of the run: `plan`, `run`, `versions`.
         whole: whether this process has worker 0.
         keep: how many checkpoints stay.
         observers, then: as of `Checkpoints`.
-
-    Attributes:
-        whole: as given.
     """
 
     def __init__(
         self,
         shelf: Shelf,
-        plan: Plan,
-        about: Mapping[str, Any],
+        writer: CheckpointWriter,
         board: Board,
         whole: bool,
         keep: int,
         observers: Sequence[Observer],
         then: Callable[[bool], str],
     ) -> None:
-        self.shelf, self.plan, self.about, self._board = shelf, plan, about, board
-        self.keep, self._observers, self._then = keep, observers, then
+        self.shelf, self._writer, self._board, self._whole = shelf, writer, board, whole
+        self._keep, self._observers, self._then = keep, observers, then
         self._last: int | None = None
         self._anchored = False  # the names of the folders of checkpoints are synced to the disk
-        self.whole = whole
-        workers = range(plan.workers)
-        self._written = [(worker, r) for worker in workers for r in range(replicas_that_write(plan, worker))]
-        self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(self._written))
+        self._shards: queue.Queue[tuple[int, int, Shard] | None] = queue.Queue(maxsize=len(writer.places))
         self._waiting: dict[int, int] = {}  # steps some of whose reports are missing, and their start
         self._ending, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
@@ -177,7 +169,7 @@ class ShardWriter:
         """Have a worker's shard written; wait while earlier ones are being written. After the last the run stops."""
         if last:
             self._last = shard.step
-        if (executor.worker, executor.replica) in self._written:
+        if (executor.worker, executor.replica) in self._writer.places:
             self._shards.put((executor.worker, executor.replica, shard))
 
     def finish(self) -> None:
@@ -221,21 +213,14 @@ class ShardWriter:
                 self._look_for_end()
 
     def _write(self, worker: int, replica: int, shard: Shard) -> None:
-        partial = self.shelf.partial(shard.step)
-
-        def write() -> Files:
-            partial.mkdir(parents=True, exist_ok=True)
-            with shown_alive(partial):
-                return write_shard(partial, self.plan, worker, shard, replica)
-
-        report = reported(worker, replica, write)
-        if self.whole:
+        report = self._writer.write(shown_alive(self.shelf.partial(shard.step)), worker, replica, lambda: shard)
+        if self._whole:
             self._waiting.setdefault(shard.step, shard.start)
         self._board.set(_key(shard.step, worker, replica), json.dumps(report))
 
     def _commit_complete(self) -> None:
         for step in sorted(self._waiting):
-            keys = [_key(step, *place) for place in self._written]
+            keys = [_key(step, *place) for place in self._writer.places]
             if (reports := self._board.all(keys)) is not None:
                 self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
                 self._board.forget(keys)
@@ -243,7 +228,7 @@ class ShardWriter:
     def _look_for_end(self) -> None:
         """In a process without worker 0: the last checkpoint is over when worker 0 says so."""
         step = self._last
-        if step is not None and not self.whole and (then := self._board.get(_over(step))) is not None:
+        if step is not None and not self._whole and (then := self._board.get(_over(step))) is not None:
             self._stop(step, None, then)
 
     def _stop(self, step: int, saved: Path | None, then: str) -> None:
@@ -251,24 +236,24 @@ class ShardWriter:
         for observer in self._observers:
             observer.stops(step, saved, then)
 
-    def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
-        partial = self.shelf.partial(step)
+    def _commit(self, step: int, start: int, reports: list[Report]) -> None:
+        folder = self.shelf.partial(step)
         try:
-            complete(partial, self.plan, step, start, self.about, files_of(reports))
+            self._writer.complete(folder, step, start, files_of(reports))
             for observer in self._observers:
                 observer.saves(step)
             if not self._anchored:
                 self.shelf.anchor()
                 self._anchored = True
             self.shelf.commit(step)
-        except Exception as error:  # as above
+        except Exception as error:  # of observers, too
             warn(
                 f"the checkpoint at step {step} could not be written: {said(error)}; training goes on, and the "
                 "checkpoints before it stay"
             )
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         else:
-            self.shelf.prune(self.keep, step)
+            self.shelf.prune(self._keep, step)
         if step == self._last:
             saved = self.shelf.path(step) if self.shelf.path(step).is_dir() else None
             then = self._then(saved is not None)
@@ -276,24 +261,28 @@ class ShardWriter:
             self._stop(step, saved, then)
 
 
-def reported(worker: int, replica: int, write: Callable[[], Files]) -> Report:
-    """Write a shard; what other processes must know of it: the digests of its files, or the error."""
-    try:
-        return {"files": {name: asdict(entry) for name, entry in write().items()}}
-    except Exception as error:  # of the user's objects, too: the others would wait for ever
-        who = f"worker {worker}" + (f", replica {replica}" if replica else "")
-        return {"error": f"{who} cannot write its part of a checkpoint: {said(error)}"}
-
-
-def files_of(reports: Sequence[Report]) -> Files:
-    """The files of all shards.
+def write_together(folder: Path, job: Job[Any], executors: Sequence[Executor], step: int) -> None:
+    """Make a checkpoint of a pipeline at rest: worker 0's process makes the folder, all write, it completes it.
 
     Raises:
-        CheckpointError: some could not be written.
+        BuildError, CheckpointError: in all processes, if it cannot be written in one.
     """
-    if failed := [report["error"] for report in reports if "error" in report]:
-        raise CheckpointError("; ".join(failed))
-    return {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
+    writer = CheckpointWriter(job.plan, about_run(job.options, job.recipe, job.plan))
+    fresh: Path | None = None
+    with agreeing(), ExitStack() as stack:
+        with agreeing():
+            if job.process == 0:
+                with disk_explained(folder, ELSEWHERE):
+                    check_replaceable(folder)
+                fresh = stack.enter_context(replacing(folder, ELSEWHERE))
+        fresh = of_worker_0(fresh)
+        assert fresh is not None
+        saved = [e for e in executors if (e.worker, e.replica) in writer.places]
+        at, shards = nullcontext(fresh), [(e.worker, e.replica, partial(shard_at_rest, e)) for e in saved]
+        reports = gathered([writer.write(at, *shard) for shard in shards])
+        files = files_of([*chain.from_iterable(reports)])  # in all processes: each raises the same error
+        if job.process == 0:
+            writer.complete(fresh, step, step, files)
 
 
 def _key(step: int, worker: int, replica: int) -> str:

@@ -61,8 +61,9 @@ def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[
 
 
 @contextmanager
-def shown_alive(folder: Path) -> Iterator[None]:
-    """Inside, a folder is touched once a second (see the top of this file)."""
+def shown_alive(folder: Path) -> Iterator[Path]:
+    """Inside, there is this folder, and it is touched once a second (see the top of this file)."""
+    folder.mkdir(parents=True, exist_ok=True)
     done = Event()
 
     def touch() -> None:
@@ -73,7 +74,7 @@ def shown_alive(folder: Path) -> Iterator[None]:
     thread = Thread(target=touch, daemon=True)
     thread.start()
     try:
-        yield
+        yield folder
     finally:
         done.set()
         thread.join()

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from fxpipe.checkpoint.shard import Shard, replicas_that_write
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.options import taken
@@ -20,14 +20,13 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
-from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.checkpoints import Checkpoints, write_together
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.fed_rows import FedRows
 from fxpipe.runtime.process.loop_calls import LoopCalls
-from fxpipe.runtime.process.loop_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
-from fxpipe.runtime.process.resume import Resumed, opened
+from fxpipe.runtime.process.resume import Resumed, open_checkpoint, opened
 from fxpipe.runtime.process.timelines import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import Job, World
@@ -258,11 +257,10 @@ class Pipeline:
         with self._calls.call("save"):
             self._flush()
             self._rows.rows.forget_checkpoint()
-            writers = [e for e in self.every if e.replica < replicas_that_write(self.plan, e.worker)]
             failure: FxpipeError | None = None
             with self._calls.working():
                 try:
-                    write_together(folder, self.job, writers, self.fed)
+                    write_together(folder, self.job, self.every, self.fed)
                 except PeerLost:
                     raise
                 except FxpipeError as error:  # all may go on
@@ -283,7 +281,7 @@ class Pipeline:
         with self._calls.call("load"):
             self._flush()
             with agreeing():
-                checkpoint, resumed = open_checkpoint(folder, self.job)
+                checkpoint, resumed = open_checkpoint(folder, self.job.options, self.job.recipe, self.plan)
                 shards = [resumed.shards(executor.worker, executor.replica) for executor in self.every]
             with self._calls.working():
                 self._rows.rows.finish()

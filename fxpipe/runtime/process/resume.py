@@ -242,6 +242,29 @@ def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Che
     return Resumed(Path(options.resume), manifest, same and manifest.plan == plan.digest)
 
 
+def open_checkpoint(
+    folder: str | Path, options: PipelineOptions, recipe: Recipe, plan: Plan
+) -> tuple[Checkpoint, Resumed]:
+    """Open a checkpoint that a user's own loop goes on from; the loop keeps its options.
+
+    Raises:
+        BuildError: it does not fit the plan.
+        CheckpointError: it is no checkpoint of fxpipe, or was changed.
+    """
+    from fxpipe.checkpoint.starting_weights import Checkpoint
+
+    checkpoint = Checkpoint.open(folder, plan)
+    if checkpoint.manifest is None:
+        raise CheckpointError(
+            f"{folder} has weights, but no training state",
+            hint="to start from weights, make the pipeline with weights=...",
+        )
+    options = dataclasses.replace(options, resume=str(folder), weights=str(folder))
+    resumed = opened(options, recipe, plan, checkpoint)
+    assert resumed is not None
+    return checkpoint, resumed
+
+
 def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """What a manifest says of the run."""
     import torch

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.checkpoint.shard import Past, Sent, Shard
+from fxpipe.checkpoint.shard import Past, Saves, Sent, Shard
 from fxpipe.messages import warn
 from fxpipe.runtime.wires.board import ASKED, Board
 from fxpipe.runtime.worker.executor import Executor
@@ -52,7 +52,7 @@ class Captures(Observer):
     def __init__(self, executor: Executor, due: Due, past: Past, sent: Sent) -> None:
         self.executor = executor
         self.due = due
-        self._whole = _is_whole(executor)
+        self._whole = _saves(executor).whole
         self.reach = executor.store.demand.reach(executor.worker)
         self._begun: dict[int, Shard] = {}
         self._taken = self._begun_at = executor.store.version
@@ -146,23 +146,21 @@ def shard_at_rest(executor: Executor) -> Shard:
     return shard
 
 
-def _is_whole(executor: Executor) -> bool:
-    """Whether a replica's shard is whole: the first replica's is, and that of each where they train separately."""
-    return executor.replica == 0 or executor.store.demand.plan.outer is not None
+def _saves(executor: Executor) -> Saves:
+    return Saves.of(executor.store.demand.plan, executor.worker, executor.replica)
 
 
 def _copy_into(
     shard: Shard, executor: Executor, buffers: Mapping[str, Tensor], memories: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Copy what a worker holds between two minibatches; if its shard is not whole, only what replica 0 does not
-    have."""
-    store = executor.store
+    """Copy what a worker saves of what it holds between two minibatches."""
+    store, saves = executor.store, _saves(executor)
     _warn_of_unsaved(executor)
     shard.codecs = _copy(memories, {})
-    if _is_whole(executor):
+    if saves.whole:
         shard.parameters = _all_copied(store.saved)
         shard.buffers = _all_copied(buffers)
-    if _is_whole(executor) or store.setting.shares:
+    if saves.state:
         shard.state = _copy(store.state(), {})
 
 
