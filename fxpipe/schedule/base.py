@@ -133,7 +133,7 @@ class Schedule(ABC):
 
         Worker 0 sends the batch to all workers that begin with it, so it counts as no nearer to the end than they.
         Without a flush, no worker counts as nearer to the end than the next: a forward waits for the note of the
-        previous worker's, if gradients are clipped by the norm of all (`fxpipe/runtime/worker/update_notes.py`).
+        previous worker's, if gradients are clipped by the norm of all (`UpdateNotes`, `fxpipe/runtime/worker/part.py`).
         """
         depths = [0] * self.workers
         for worker in reversed(range(self.workers)):

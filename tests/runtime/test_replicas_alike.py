@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.wires.collective import LoneCollective
-from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
+from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
 
 PARAMETERS = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))}
 NAMES = {id(parameter): name for name, parameter in PARAMETERS.items()}

@@ -15,8 +15,8 @@ import fxpipe
 from fxpipe.policy import copies, make
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.runtime.process.pipeline import Pipeline
-from fxpipe.runtime.worker.around_step import AroundStep
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.update import AroundStep
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.runtime.worker.weights import WeightStore
 

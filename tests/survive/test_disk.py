@@ -23,7 +23,7 @@ from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import CheckpointError, FxpipeError
 from fxpipe.runtime.process.resume import Resumed
-from fxpipe.runtime.worker.parts import forms
+from fxpipe.runtime.worker.weights import forms
 from tests.survive.disk import Call, Recorder
 
 STEPS = 4

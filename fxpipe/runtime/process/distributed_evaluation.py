@@ -35,12 +35,11 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.best_weights import metrics_of
 from fxpipe.runtime.process.training_loop import posted
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, ReplicaSeat, evaluation_edges, moves
-from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.wires.collective import Collective, check_read_alike
 from fxpipe.runtime.wires.exchange import of_worker_0
 from fxpipe.runtime.wires.wired import WiredTransport, Wires
 from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, whole_metrics
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.replicas_alike import check_read_alike
 from fxpipe.schedule.action import Action, Event
 
 AHEAD = 2

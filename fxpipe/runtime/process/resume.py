@@ -93,7 +93,7 @@ class Resumed:
 
     def _read(self, worker: int, replica: int = 0) -> Shard:
         from fxpipe.checkpoint.shard import read_shard, state_files
-        from fxpipe.runtime.worker.parts import forms
+        from fxpipe.runtime.worker.weights import forms
 
         workers = self.manifest.workers
         check_files(self.path, self.manifest, state_files(worker, workers, replica))

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fxpipe.errors import listed
+from fxpipe.errors import RunError, listed
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.wires.one_process import Turns
 
@@ -76,6 +76,26 @@ class Collective(ABC):
         Raises:
             PeerLost: another replica is gone.
         """
+
+
+def check_read_alike(collective: Collective, key: Key, what: str, hook: str) -> None:
+    """Compare what the replicas of worker 0 have read; waits for them.
+
+    Args:
+        key: of the comparison, which has begun.
+        what: names the data, such as `step 3`.
+        hook: gives the data.
+
+    Raises:
+        RunError: replicas read different data from replica 0; names them all.
+    """
+    if others := collective.unlike_first(key):
+        raise RunError(
+            f"the replicas of worker 0 read different batches in {what}: {others} unlike replica 0",
+            where=hook,
+            hint="every replica reads all data and takes its share, so every process must read the same batches in the "
+            "same order; fxpipe seeds the default generators of Python, numpy and torch alike in all processes",
+        )
 
 
 def summed(parts: Sequence[Tensor], divisor: int = 1, out: Tensor | None = None) -> Tensor:

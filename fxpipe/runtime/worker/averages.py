@@ -19,7 +19,7 @@ from fxpipe.runtime.worker.setting import WorkerSetting
 class Averages(UpdatePart):
     """Averages of the parameters that a worker trains."""
 
-    name = "averages"
+    entry = "averages"
     form = Tensors
 
     @classmethod

@@ -29,7 +29,7 @@ class Clip(UpdatePart):
             parameters; None if all were finite so far.
     """
 
-    name = "clip"
+    entry = "clip"
     form = Annotated[list[Square], Meta(min_length=1)]
 
     def __init__(self, limit: float, setting: WorkerSetting) -> None:

@@ -1,18 +1,26 @@
-"""Sums the gradients of a minibatch's microbatches, of one worker or over all its replicas."""
+"""Sums the gradients of a minibatch's microbatches, of one worker or over all its replicas, and shares out the update.
+
+What replicas add up or gather travels in vectors, each of tensors of one dtype.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.plan.packing import Layout, contiguous_stride
+from fxpipe.plan.spec import TensorSpec
 from fxpipe.runtime.wires.collective import Collective, Key
+from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.runtime.worker.setting import WorkerSetting
-from fxpipe.runtime.worker.vector import Vector
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import foreach_add_, foreach_div_
+
+Name = TypeVar("Name")
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -79,6 +87,44 @@ class GradientSum:
             foreach_div_(present, self._divisor)
         rows = zip(sums, self._parameters, strict=True)
         return [None if gradient is None else gradient.to(parameter.dtype) for gradient, parameter in rows]
+
+
+class Vector(Generic[Name]):
+    """Tensors of one dtype in one vector: one after the other, without gaps, each with the strides of its `Layout`.
+
+    Args:
+        specs: of all tensors that such vectors may have, by name.
+    """
+
+    def __init__(self, specs: Mapping[Name, TensorSpec]) -> None:
+        self._layouts = {name: Layout(spec) for name, spec in specs.items()}
+
+    def size(self, names: Iterable[Name]) -> int:
+        """How many elements a vector of these tensors has."""
+        return sum(self._layouts[name].count for name in names)
+
+    def views(self, flat: Tensor, names: Iterable[Name] | None = None) -> dict[Name, Tensor]:
+        """The tensors of a vector, as views; `names` are those that it has, in its order, None all."""
+        views, begin = {}, flat.storage_offset()
+        for name in self._layouts if names is None else names:
+            layout = self._layouts[name]
+            views[name] = flat.as_strided(layout.shape, layout.stride, begin)
+            begin += layout.count
+        return views
+
+    def joined(self, tensors: Mapping[Name, Tensor], names: Sequence[Name] | None = None) -> Tensor:
+        """A new vector of tensors, on their device; `names` as for `views`."""
+        names = list(self._layouts if names is None else names)
+        first = next(iter(tensors.values()))
+        flat = torch.empty(self.size(names), dtype=first.dtype, device=first.device)
+        for name, view in self.views(flat, names).items():
+            view.copy_(tensors[name].detach())
+        return flat
+
+
+def row_by_row(tensor: Tensor) -> TensorSpec:
+    """Of a tensor like this one with row-major strides."""
+    return TensorSpec(tuple(tensor.shape), contiguous_stride(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def buckets_of(setting: WorkerSetting) -> dict[str, list[int]]:
@@ -186,3 +232,46 @@ class ReplicatedSum(GradientSum):
             else:
                 part.copy_(values[0])
         self._collective.start_sum(key, flat, self._divisor, sizes)
+
+
+class SharedUpdate(UpdatePart):
+    """An update that the replicas of a worker share: each updates its own parameters, and sends the others the result.
+
+    sums of gradients, each to the replica that updates its parameter     `ReplicatedSum`
+    → norms of gradients, each from the replica that has the sum          if they are clipped
+    → each replica: a step of its own optimizer, over its own parameters
+    → new weights, to all replicas                                        by bucket
+    """
+
+    def __init__(self, setting: WorkerSetting, collective: Collective) -> None:
+        trained, updaters = setting.trained, setting.shares
+        self._collective = collective
+        self._parameters = list(trained.values())
+        self._vector = vector_of(self._parameters)
+        self._updaters = [updaters[name] for name in trained]
+        buckets = buckets_of(setting)
+        groups = {f"weights of {name}": indices for name, indices in buckets.items()}
+        known = {index for indices in buckets.values() for index in indices}
+        for index, parameter in enumerate(self._parameters):
+            if index not in known:  # it never gets a gradient, but some optimizers write to it
+                rest = f"weights of rest {parameter.dtype}"
+                groups[rest] = [*groups.get(rest, ()), index]
+        self._groups = {name: sorted(indices, key=self._updaters.__getitem__) for name, indices in groups.items()}
+
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        if setting.shares and setting.collective is not None:
+            yield cls(setting, setting.collective)
+
+    def apply(self, minibatch: int) -> None:
+        """Send the weights that this replica has updated, and wait for those that the others have."""
+        for name, members in self._groups.items():
+            weights = {index: self._parameters[index] for index in members}
+            updated = [index for index in members if self._updaters[index] == self._collective.replica]
+            flat = self._vector.joined(weights, updated)
+            sizes = shares_of(self._vector, members, self._updaters, self._collective.replicas)
+            self._collective.start_gather((name, minibatch), flat, sizes)
+        for name, members in self._groups.items():
+            for index, value in self._vector.views(self._collective.take((name, minibatch)), members).items():
+                if self._updaters[index] != self._collective.replica:
+                    self._parameters[index].detach().copy_(value)

@@ -66,7 +66,7 @@ class LossScaler(UpdatePart):
         last: how the last minibatch's loss was scaled; None before the first.
     """
 
-    name = "loss_scale"
+    entry = "loss_scale"
     form = Scale
     up = down = 1
 

@@ -35,11 +35,10 @@ from fxpipe.checkpoint.shard import Count, Tensors
 from fxpipe.codecs.codec import OUTER, EdgeState
 from fxpipe.codecs.outer_message import outer_message
 from fxpipe.plan.spec import OuterSpec
-from fxpipe.runtime.wires.collective import Collective
+from fxpipe.runtime.wires.collective import Collective, check_read_alike
+from fxpipe.runtime.worker.gradients import Vector, row_by_row
 from fxpipe.runtime.worker.part import UpdatePart
-from fxpipe.runtime.worker.replicas_alike import check_read_alike
 from fxpipe.runtime.worker.setting import WorkerSetting
-from fxpipe.runtime.worker.vector import Vector, row_by_row
 
 BATCHES = "batches"
 Memories = dict[str, dict[str, Tensor]]
@@ -68,7 +67,7 @@ class OuterStep(UpdatePart):
         spec: the interval, the delay, the rates and the codec.
     """
 
-    name = "outer"
+    entry = "outer"
     form = OuterState
 
     def __init__(
@@ -281,7 +280,7 @@ class OuterStep(UpdatePart):
 class OuterMomentum(UpdatePart):
     """The momentum of outer steps, which all replicas have in common."""
 
-    name = "outer_momentum"
+    entry = "outer_momentum"
     form = Tensors
     alike = True
 

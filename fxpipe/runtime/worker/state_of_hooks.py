@@ -24,8 +24,7 @@ from fxpipe.runtime.wires.addresses import HOOKS, HOOKS_CHANGED
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import read_tensors
 from fxpipe.runtime.worker.observer import Observer
-from fxpipe.runtime.worker.parameters_of_hooks import GuardedParameters
-from fxpipe.runtime.worker.watched_places import WatchedPlaces
+from fxpipe.runtime.worker.watched_places import GuardedParameters, WatchedPlaces
 from fxpipe.task.hooks import OF_OPTIMIZERS
 from fxpipe.task.model_file import Task
 from fxpipe.tracing.hook_state import OUTSIDE, walk_of

@@ -1,4 +1,4 @@
-"""The step of one worker's optimizer and of its scheduler."""
+"""The step of one worker's optimizer and of its scheduler, and what a policy does around it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from fxpipe.checkpoint.shard import Count
 from fxpipe.checkpoint.unsaved import UnsavedState
 from fxpipe.errors import PolicyError, RunError, TaskError, listed, near
 from fxpipe.optimizer.hook import make_optimizer
+from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import rate_of
+from fxpipe.policy.optimizers.update_repair import UpdateRepair
+from fxpipe.policy.repair import REPAIRS
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
+from fxpipe.runtime.worker.between_replicas import check_optimizers_alike
 from fxpipe.runtime.worker.part import UpdatePart
-from fxpipe.runtime.worker.replicas_alike import check_optimizers_alike
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.task.callbacks import CALLBACKS
 from fxpipe.task.one_optimizer import OptimizerRefused
@@ -64,7 +67,7 @@ class Updater(UpdatePart):
         TaskError: a hook of the user returned no optimizer of these parameters, or no scheduler.
     """
 
-    name = "updater"
+    entry = "updater"
     form = UpdaterState
 
     def __init__(self, setting: WorkerSetting) -> None:
@@ -113,29 +116,29 @@ class Updater(UpdatePart):
             check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective)
 
     @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's groups of parameters; none without an optimizer."""
+        return () if self.optimizer is None else self.optimizer.param_groups
+
+    @property
     def updated(self) -> set[str]:
         """The names of the parameters that the optimizer updates here."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return {self._names[id(parameter)] for group in groups for parameter in group["params"]}
+        return {self._names[id(parameter)] for group in self.groups for parameter in group["params"]}
 
     @property
     def lr(self) -> float | None:
         """The learning rate of the optimizer's first group in the last update, or before any, the first rate; None
         without an optimizer."""
-        if self.optimizer is None or self._used is not None:
-            return self._used
-        return rate_of(self.optimizer.param_groups[0])
+        return self._used if self._used is not None else next(map(rate_of, self.groups), None)
 
     @property
     def rates(self) -> list[float]:
         """The learning rates of the optimizer's groups, or those set for the next update; none without an optimizer."""
-        if self._set:
-            return self._set[-1][1]
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        return self._set[-1][1] if self._set else [float(group["lr"]) for group in self.groups]
 
     def check_rates(self, rates: Sequence[float]) -> None:
         """Raise RunError if these cannot be rates: not finite, below 0, or neither one for all groups nor one each."""
-        groups = len(rates) if self.optimizer is None else len(self.optimizer.param_groups)
+        groups = len(self.groups) or len(rates)
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
         if len(rates) not in (1, groups):
@@ -153,9 +156,7 @@ class Updater(UpdatePart):
             rates: `check_rates` has passed them.
             made: how many updates this worker has made.
         """
-        if self.optimizer is None:
-            return
-        groups = len(self.optimizer.param_groups)
+        groups = len(self.groups)
         self._set.append((update, list(rates) if len(rates) == groups else list(rates) * groups))
         self.take_rates(made)
 
@@ -203,7 +204,7 @@ class Updater(UpdatePart):
                 if self._metric_due is not None:
                     self._step_by_metric(*self._metric_due)
                 self.take_rates(minibatch)
-                self._used = rate_of(self.optimizer.param_groups[0])
+                self._used = rate_of(self.groups[0])
                 self._update(minibatch, self.optimizer)
         if not self._setting.keep_gradients:
             for parameter in self.parameters:
@@ -246,7 +247,7 @@ class Updater(UpdatePart):
         Raises:
             RunError: there is none.
         """
-        groups = len(self.optimizer.param_groups) if self.optimizer is not None else 0
+        groups = len(self.groups)
         numbers = [len(each["optimizer"]["groups"]) for each in known]
         if groups not in numbers:
             raise RunError(
@@ -304,10 +305,8 @@ class Updater(UpdatePart):
 
         If a metric has arrived, the scheduler's step comes first.
         """
-        if self.optimizer is None or self._metric_due is not None:
-            return
-        while self._set and self._set[0][0] <= update:
-            for group, rate in zip(self.optimizer.param_groups, self._set.pop(0)[1], strict=True):
+        while self._set and self._set[0][0] <= update and self._metric_due is None:
+            for group, rate in zip(self.groups, self._set.pop(0)[1], strict=True):
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
@@ -342,3 +341,48 @@ class Updater(UpdatePart):
             where=user_traceback(error) or f"{type(what).__name__}.step()",
             hint="fxpipe calls step() without arguments, the optimizer's once for every update",
         )
+
+
+class AroundStep(UpdatePart):
+    """One repair, or the predictor. A checkpoint keeps its state by the names of parameters, under its `entry`.
+
+    Repairs come before the predictor, which sees the whole update.
+    """
+
+    def __init__(self, work: UpdateRepair | Predictor, setting: WorkerSetting) -> None:
+        self.work = work
+        self.entry = work.entry
+        self._trained = setting.trained
+        self._names = {id(parameter): name for name, parameter in self._trained.items()}
+
+    @classmethod
+    def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
+        policy, optimizer = setting.recipe.policy, setting.optimizer
+        if optimizer is None:
+            return
+        trained, lags = setting.trained, setting.recipe.demand.delays(setting.worker)
+        delays: dict[Tensor, int] = {trained[name]: lag for name, lag in lags.items()}
+        for repair in policy.repairs:
+            yield cls(repair.kind(optimizer, delays), setting)
+        if policy.predicts:
+            yield cls(Predictor(optimizer, list(trained.values()), weight_form=policy.weight_form), setting)
+
+    @classmethod
+    def forms(cls) -> Mapping[str, Any]:
+        kinds: list[type[UpdateRepair | Predictor]] = [Predictor, *(repair.kind for repair in REPAIRS.values())]
+        return {kind.entry: kind.form for kind in kinds if kind.entry}
+
+    def before_step(self) -> None:
+        self.work.before_step()
+
+    def after_step(self) -> None:
+        self.work.after_step()
+
+    def state(self, version: int) -> Any:
+        if not self.entry:
+            return None
+        return {self._names[id(parameter)]: tuple(kept) for parameter, *kept in self.work.state()}
+
+    def load(self, states: Sequence[Any], version: int, same: bool) -> None:
+        kept = {name: row for state in states for name, row in state.items()}
+        self.work.load([(self._trained[name], *row) for name, row in kept.items() if name in self._trained])

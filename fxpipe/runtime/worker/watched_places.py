@@ -1,4 +1,4 @@
-"""The places that a plan watches, in this process: objects, containers and names that its hooks reach."""
+"""What the hooks of this process reach: places that a plan watches, and parameters, to which they may not write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import copy
 import ctypes
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan.spec import Plan, WatchedSpec
-from fxpipe.torch_private import version_of
+from fxpipe.torch_private import DisableTorchFunction, version_of
 from fxpipe.tracing.holders import Attributes, ClassAttributes, Globals, Holder
 from fxpipe.tracing.hook_state import WHOLE, Hooks, as_tensor, as_written, described, is_followed, value_at, walk_of
 
@@ -26,6 +27,14 @@ _CURE = (
     "put it into the batch, which train_data() gives with each step; or let the step read a tensor (register_buffer) "
     "that the hook changes in place: new values of tensors travel to the workers"
 )
+
+_WRITES = re.compile(r"[a-z0-9_]*[a-z0-9]_|__i[a-z]+__|__setitem__|__set__")
+_OF_TENSORS: Any = Tensor  # its stubs have no setters and getters
+_FREEZES = {Tensor.requires_grad_, _OF_TENSORS.requires_grad.__set__}
+"""What `WhatTrains` refuses."""
+
+_NO_WRITES = {*_FREEZES, _OF_TENSORS.grad.__set__, Tensor.__index__, Tensor.__invert__}
+_SAME_VALUES = {_OF_TENSORS.data.__get__, Tensor.detach, Tensor.view, Tensor.__getitem__}
 
 
 class WatchedPlaces:
@@ -232,3 +241,44 @@ def _changed(row: WatchedSpec, before: str, now: str, minibatch: int = 0) -> Tas
         hint=_CURE,
         page="python-state",
     )
+
+
+class _Guarded(Tensor):
+    place: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        operands = args or tuple((kwargs or {}).values())
+        first = operands[0] if operands and isinstance(operands[0], (list, tuple)) else operands[:1]
+        changed = next((each for each in first if isinstance(each, _Guarded)), None)
+        if changed is not None and _WRITES.fullmatch(name) and func not in _NO_WRITES:
+            raise TaskError(
+                f"a hook changes the parameter {changed.place} ({name}), which the workers of a run do not see",
+                hint="let the optimizer do it: in its step(), or in optimizer(named_parameters) with "
+                "register_step_post_hook, which gets the parameters that a worker trains",
+            )
+        with DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
+        if changed is not None and func in _SAME_VALUES:
+            result = result.as_subclass(_Guarded)
+            result.place = changed.place
+        return result
+
+
+class GuardedParameters:
+    """From now on until `release`, writing to these parameters raises TaskError: workers train others, so the change
+    would be lost without a word."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        places = {parameter: place for place, parameter in parameters.items()}
+        self._before = [(p, type(p)) for p in places]
+        for parameter, kind in self._before:
+            parameter.__class__ = type(kind.__name__, (_Guarded, kind), {"place": places[parameter]})
+
+    def release(self) -> None:
+        for parameter, kind in self._before:
+            parameter.__class__ = kind
+        self._before = []

@@ -1,4 +1,4 @@
-"""One worker's weights and their updates; `versions.py` has the versions that actions read."""
+"""One worker's weights and the parts of their updates; `versions.py` has the versions that actions read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,38 @@ from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.plan.spec import Phase
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.around_step import AroundStep
+from fxpipe.runtime.worker.averages import Averages
+from fxpipe.runtime.worker.between_replicas import BetweenReplicas
 from fxpipe.runtime.worker.clip import Clip
-from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, buckets_of
-from fxpipe.runtime.worker.parts import make_parts
+from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, SharedUpdate, buckets_of
+from fxpipe.runtime.worker.loss_scaler import LossScaler
+from fxpipe.runtime.worker.outer_step import OuterMomentum, OuterStep
+from fxpipe.runtime.worker.part import UpdateNotes, UpdatePart
 from fxpipe.runtime.worker.setting import Kind, WorkerSetting
-from fxpipe.runtime.worker.update import Updater
-from fxpipe.runtime.worker.update_notes import UpdateNotes
+from fxpipe.runtime.worker.staleness import StalenessLog
+from fxpipe.runtime.worker.update import AroundStep, Updater
 from fxpipe.runtime.worker.versions import ReadVersions
 from fxpipe.schedule.action import Action
 from fxpipe.task.parameter_attributes import hang
+
+PARTS: tuple[type[UpdatePart], ...] = (
+    LossScaler,
+    Clip,
+    Updater,
+    AroundStep,
+    OuterStep,
+    OuterMomentum,
+    SharedUpdate,
+    Averages,
+    BetweenReplicas,
+    StalenessLog,
+)
+"""The parts of an update, in the order that its numbers depend on; each may ask the setting for those before it."""
+
+
+def forms() -> dict[str, Any]:
+    """The types of the states of all parts, by their names in checkpoints."""
+    return {name: form for kind in PARTS for name, form in kind.forms().items()}
 
 
 class WeightStore:
@@ -64,7 +86,9 @@ class WeightStore:
             self._sum = self._over_replicas = ReplicatedSum(
                 live, order, divisor, setting.collective, buckets_of(setting), list(setting.shares.values())
             )
-        self.parts = make_parts(setting)
+        for kind in PARTS:
+            setting.parts.extend(kind.of(setting))
+        self.parts = setting.parts
         updater = setting.part(Updater)
         assert updater is not None
         self.updater = updater
@@ -105,12 +129,12 @@ class WeightStore:
         return None if clip is None else clip.norm
 
     def state(self) -> dict[str, Any]:
-        """By part's name, what a run needs to continue, except the parameters and what `versions` keeps; live tensors.
+        """By part's entry, what a run needs to continue, except the parameters and what `versions` keeps; live tensors.
 
         Another replica than the first leaves out what all have alike.
         """
-        parts = [part for part in self.parts if part.name and not (part.alike and self.setting.replica)]
-        states = {part.name: part.state(self.version) for part in parts}
+        parts = [part for part in self.parts if part.entry and not (part.alike and self.setting.replica)]
+        states = {part.entry: part.state(self.version) for part in parts}
         return {name: state for name, state in states.items() if state is not None}
 
     @property
@@ -126,7 +150,7 @@ class WeightStore:
         """
         self.versions.live = version
         for part in self.parts:
-            part.load([state[part.name] for state in states if part.name in state], version, same)
+            part.load([state[part.entry] for state in states if part.entry in state], version, same)
 
     def expect(self, action: Action) -> None:
         """Announce the notes and weight copies that an action needs, some actions before it."""
