@@ -16,7 +16,7 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan, StepSpec
 from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
-from fxpipe.task.splitter import splitter_of
+from fxpipe.task.splitter import nearest, splitter_of
 
 TRIED_SCALE = 1024.0
 """The loss scale of a float16 step that is compared, measured or exported. A run has its own (see `LossScaler`). Both
@@ -58,7 +58,7 @@ class Minibatches:
         self._plan = plan
         self._loss_weight = loss_weight if plan.loss_weight else None
         given = plan.step.given
-        self._splitter = splitter_of(plan, plan.device)
+        self.splitter = splitter_of(plan, plan.device)
         self._names = [leaf.name for leaf in given]
         self._made = [leaf.name for leaf in plan.step.made]
         losses = 1 if plan.outer is None else plan.dp
@@ -84,10 +84,10 @@ class Minibatches:
             BatchError: the batch differs from the captured one; names every leaf that differs.
             TaskError: `loss_weight` failed, or returned something that is not a weight.
         """
-        parts = self._splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
-        leaves = [self._splitter.leaves_of(part) for part in parts]
+        parts = self.splitter.cut(Batch.of(batch).padded(self._plan.padding), minibatch)
+        leaves = [self.splitter.leaves_of(part) for part in parts]
         if compare is not None:
-            compare(minibatch, number_of([self._splitter.read_of(part) for part in parts]))
+            compare(minibatch, number_of([self.splitter.read_of(part) for part in parts]))
         made: dict[str, list[Any]] = {}
         if self._plan.step.totals is not None:
             made.update(self._added_up(self._plan.step.totals, leaves))
@@ -100,10 +100,6 @@ class Minibatches:
             made[LOSS_SCALE] = [scale] * len(parts)
         rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
-
-    def distance(self, batch: Batch) -> float:
-        """How far a padded batch is from those that were captured; 0 if it fits."""
-        return self._splitter.distance(batch)
 
     def _added_up(self, step: StepSpec, leaves: Sequence[tuple[Any, ...]]) -> dict[str, list[Tensor]]:
         """Each total, once for every microbatch; if replicas train separately, over the microbatches of its replica."""
@@ -161,9 +157,8 @@ class ShapedMinibatches:
             TaskError: as `Minibatches`.
         """
         read = Batch.of(batch).padded(self._padding)
-        distances = [of_shape.distance(read) for of_shape in self._of_shapes]
-        shape = min(range(len(distances)), key=distances.__getitem__)
-        if distances[shape] and self.make is not None:
+        shape, fits = nearest([of_shape.splitter for of_shape in self._of_shapes], read)
+        if not fits and self.make is not None:
             try:
                 return shape, self._of_shapes[shape](read, minibatch, self.compare)
             except BatchError as refusal:

@@ -29,7 +29,7 @@ from fxpipe.runtime.wires.addresses import Addresses, ProcessLine, moves
 from fxpipe.runtime.wires.one_process import Loopback, OneProcessWires, Turns
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
-from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, whole_metrics
+from fxpipe.runtime.worker.evaluation import EvaluationData, Evaluator, Placed, whole_metrics
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import Hooks
@@ -94,8 +94,7 @@ def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytes
         setting = WorkerSetting(plan, rank, recipe, Task(Hooks()), PipelineOptions())
         executor = open_worker(setting, folder, transport)
         source = EvaluationData(plan, data, 0, still[0]) if rank == 0 else None
-        place = folder, 0, [wires], addresses, source, ProcessLine.of(plan, rank)
-        evaluation = DistributedEvaluation(plan, [executor], *place)
+        evaluation = DistributedEvaluation([executor], folder, source, ProcessLine.of(plan, rank))
         return lambda: evaluation.run([executor.state(0)]) and None
 
     monkeypatch.setattr(Evaluator, "execute", last)
@@ -178,13 +177,13 @@ def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
 def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> None:
     """As the plain loop does it, wherever a metric is made."""
     plan = built[1].plan
-    shapes, weights, values = [0, 1, 0], [2.0, 1.0, 1.0], [0.1, 1e16, -1e16]
-    rows: list[list[float]] = [[] for _ in range(plan.workers)]
-    for shape, value in zip(shapes, values, strict=True):
-        for worker, stage in enumerate(plan.evaluations[shape].stages):
-            rows[worker] += [value] * len(stage.forward.metrics)
-    made = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    found = whole_metrics(plan, shapes, weights, made, lambda gathered: {})
+    batches = [Placed(0, None, 2.0), Placed(1, None, 1.0), Placed(0, None, 1.0)]
+    values = {
+        (worker, number): torch.full((len(stage.forward.metrics),), value, dtype=torch.float64)
+        for number, (batch, value) in enumerate(zip(batches, [0.1, 1e16, -1e16], strict=True))
+        for worker, stage in enumerate(plan.evaluations[batch.shape].stages)
+    }
+    found = whole_metrics(plan, batches, values, lambda gathered: {})
     assert found["size"] == (2 * 12 + 5 + 12) / 4
     assert found["accuracy"] == (((0.0 + 0.2) + 1e16) + -1e16) / 4 != 0.2 / 4
 

@@ -141,10 +141,10 @@ class _Evaluating(Observer):
         if version == self.last or not 0 < version < self.end:
             return
         self.last = version
-        found = self.evaluation.run([executor.state(version) for executor in self.executors])
-        assert not any(transport._posted for transport in self.evaluation._transports.values())
-        if found is not None:
-            self.run.evaluations.append((version, found))
+        metrics = self.evaluation.run([executor.state(version) for executor in self.executors])
+        assert not any(evaluator.transport._posted for evaluator in self.evaluation.evaluators.values())
+        if metrics:
+            self.run.evaluations.append((version, metrics))
 
 
 def run_in_threads(
@@ -221,7 +221,7 @@ def run_in_threads(
                 executor.observers.append(BuffersKept(executor, lambda version: 0 < version < len(data)))
             source = EvaluationData(plan, lambda: evaluated, 0, task) if rank == 0 else None
             line = ProcessLine.of(plan, rank)
-            evaluation = DistributedEvaluation(plan, own, str(folder), 0, [wires] * len(own), addresses, source, line)
+            evaluation = DistributedEvaluation(own, str(folder), source, line)
             evaluations[-1] = _Evaluating(run, own, evaluation, len(data))
         for executor in own:
             executor.store.begin(0, len(data))

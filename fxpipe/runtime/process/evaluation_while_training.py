@@ -127,8 +127,8 @@ class WorkerEvaluations(Observer):
         states = [executor.state(version) for executor in executors]
         if self._hooked is not None:
             self._hooked.into(version, states)
-        self.evaluation.run(states)
-        metrics, best = self.evaluation.newest, self._follow(version, states)
+        metrics = self.evaluation.run(states)
+        best = self._follow(version, states, metrics)
         self._newest = version, metrics
         if self._record is not None:
             self._record.evaluated(version, metrics, perf_counter() - begin, best)
@@ -139,16 +139,15 @@ class WorkerEvaluations(Observer):
         for watch in watches:
             watch.close()
 
-    def _follow(self, version: int, states: Sequence[Mapping[str, Tensor]]) -> bool:
+    def _follow(self, version: int, states: Sequence[Mapping[str, Tensor]], metrics: Mapping[str, float]) -> bool:
         """All workers have evaluated these weights: keep them if they are the best so far; return whether they are."""
-        assert self.evaluation is not None
         ends = self.consequences
-        found = ends.evaluated(version, self.evaluation.newest)
-        if found and ends.weights is not None and ends.best is not None:
+        is_best = ends.evaluated(version, metrics)
+        if is_best and ends.weights is not None and ends.best is not None:
             ends.weights.keep(states, ends.best)
-        elif found and self._job.out is not None:
+        elif is_best and self._job.out is not None:
             self._write(BEST_WEIGHTS, states)
-        return found
+        return is_best
 
     def last(self, summary: RunJson | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Evaluate the trained weights, which have been written, and their averages, if there are any.
@@ -165,24 +164,25 @@ class WorkerEvaluations(Observer):
         if version < total:  # else this evaluation has ended the run
             states = [executor.state(total) for executor in executors]
             with weights_are_safe(out):
-                self.evaluation.run(states)
-            metrics, best = self.evaluation.newest, self._follow(total, states)
+                metrics = self.evaluation.run(states)
+            best = self._follow(total, states, metrics)
         if record is not None and summary is not None:
             self.consequences.add_to(summary)
             record.evaluated(total, metrics, perf_counter() - begin, best)
             summary.evaluated(metrics)
         if averages is not None:
             with weights_are_safe(out):
-                self._evaluate_averages(total, [executor.state(total) for executor in executors], averages)
+                metrics = self._evaluate_averages(total, [executor.state(total) for executor in executors], averages)
             if summary is not None:
-                summary.averages_evaluated(self.evaluation.newest)
+                summary.averages_evaluated(metrics)
 
     def _evaluate_averages(
         self, version: int, states: Sequence[Mapping[str, Tensor]], averages: Sequence[Mapping[str, Tensor]]
-    ) -> None:
+    ) -> dict[str, float]:
         """The same with averages in place of the weights that are averaged."""
         assert self.evaluation is not None
         begin = perf_counter()
-        self.evaluation.run([{**state, **mean} for state, mean in zip(states, averages, strict=True)])
+        metrics = self.evaluation.run([{**state, **mean} for state, mean in zip(states, averages, strict=True)])
         if self._record is not None:
-            self._record.averages_evaluated(version, self.evaluation.newest, perf_counter() - begin)
+            self._record.averages_evaluated(version, metrics, perf_counter() - begin)
+        return metrics

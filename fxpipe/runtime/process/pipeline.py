@@ -237,12 +237,12 @@ class Pipeline:
                 self._watched()
             self._given[:] = [batches]
             self.job.world.pulse.phase = "evaluating"
-            self._evaluation.run([executor.state(self.fed) for executor in self.executors])
+            metrics = self._evaluation.run([executor.state(self.fed) for executor in self.executors])
             self.job.world.pulse.phase = "training"
             self._given.clear()
             for executor in self.every:
-                executor.store.updater.evaluated(self.fed, self._evaluation.newest)
-            return dict(self._evaluation.newest)
+                executor.store.updater.evaluated(self.fed, metrics)
+            return metrics
 
     def save(self, folder: str | Path) -> None:
         """Finish what is in flight, and make a checkpoint: weights, optimizers, schedulers, generators' seeds.

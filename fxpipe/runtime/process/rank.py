@@ -133,7 +133,7 @@ class TrainingRun:
         options, world, watches = job.options, job.world, [executor.watch for executor in rows.every]
         for executor in rows.executors:
             warn_if_edited(*executor.stages)
-        for evaluator in evaluation.evaluators if evaluation is not None else ():
+        for evaluator in evaluation.evaluators.values() if evaluation is not None else ():
             warn_if_edited(*evaluator.loaded)
         on_epoch = self._follow()
         record = None if self.recorded is None else self.recorded.record

@@ -16,7 +16,7 @@ import torch
 
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, ReceivedEvaluation
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, ReceivedEvaluation, sharing
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
 from fxpipe.runtime.process.training_loop import EndedStep, Limit, LimitedRow, train
 from fxpipe.runtime.process.world import Job
@@ -128,18 +128,10 @@ class WalkedRows:
         plan, world = job.plan, job.world
         listening = plan.crossing and row.replica > 0
         kind = ReceivedEvaluation if listening else DistributedEvaluation
-        return kind(
-            plan,
-            self.executors,
-            job.folder,
-            job.options.seed,
-            wires=[world.wires(plan.process_of(e.worker, e.replica)) for e in self.executors],
-            addresses=job.addresses,
-            data=None if row.rank or listening else data,
-            line=world.line,
-            collective=None if row.rank else world.collective(0, row.replica),
-            process=None if world.alone else job.process,
-        )
+        replicas = 1 if world.alone else sharing(plan)
+        collective = None if row.rank or replicas == 1 else world.collective(0, row.replica)
+        source = None if row.rank or listening else data
+        return kind(self.executors, job.folder, source, world.line, replicas, collective)
 
     def begin(
         self,

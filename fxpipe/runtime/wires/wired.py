@@ -20,7 +20,7 @@ from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.plan.urgency import turn_of
-from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat, Way
+from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat, Way, evaluation_edges
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import unread, unreceived
@@ -141,6 +141,18 @@ class WiredTransport(Transport):
         most, weights = unreceived(schedule), unread(schedule)
         transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, most, seat, weights)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
+        return transport
+
+    def of_evaluations(self, plan: Plan, ahead: int) -> WiredTransport:
+        """A transport over the same wires for evaluations: they must not wait until messages of training are received.
+
+        Args:
+            ahead: how many batches a worker may be ahead of the next one.
+        """
+        seat = ReplicaSeat(self.worker, self._seat.replica, () if plan.crossing else plan.replicas)
+        edges = evaluation_edges(plan)
+        transport = WiredTransport(plan, self.worker, self.wires, self.addresses, edges, 1, ahead, seat)
+        transport.set_order(*(step.edges for step in plan.evaluations))
         return transport
 
     def set_order(self, *shapes: Sequence[EdgeSpec]) -> None:

@@ -16,6 +16,7 @@ from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.runtime.wires.wired import WiredTransport
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.stage_code import StageOfStep, reseed
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained, load_stage
@@ -24,17 +25,18 @@ from fxpipe.task.batch import Batch
 from fxpipe.task.containers import tree_text
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
-from fxpipe.task.splitter import Splitter
+from fxpipe.task.splitter import Splitter, nearest
 
 OfAll = Callable[[dict[str, list[Tensor]]], dict[str, float]]
 Batches = Callable[[], Iterable[Any]]
+NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
 
 class Placed(NamedTuple):
     """A batch as the stages take it: the index of its shape in `Plan.evaluations`, its leaves, its weight.
 
     Attributes:
-        leaves: None if another replica evaluates it.
+        leaves: copies, since an iterable may reuse their memory; None if another replica evaluates the batch.
         checksum: of the batch as the user gave it, if there are other replicas; else 0.
     """
 
@@ -53,19 +55,12 @@ class EvaluationData:
         task: gives the hooks that weigh batches and compute numbers from the results of all batches.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        batches: Batches,
-        seed: int,
-        task: Task,
-    ) -> None:
-        self._shapes = Shapes(plan)
+    def __init__(self, plan: Plan, batches: Batches, seed: int, task: Task) -> None:
+        self._padding = plan.padding
+        self._shapes = [Splitter(step.batch, step.batch_spec, 1, plan.device) for step in plan.evaluations]
         self._weigh = LossWeights(plan, task.loss_weight)
         self.of_all = task.metrics_of_all
-        self._batches = batches
-        self._seed = seed
-        self._task = task
+        self._batches, self._seed, self._task = batches, seed, task
 
     def __call__(self, replica: int = 0, replicas: int = 1) -> Iterator[Placed]:
         """The batches of one evaluation, each read when it is needed; of N replicas, each evaluates every Nth.
@@ -75,7 +70,7 @@ class EvaluationData:
             BatchError: one has a shape that was not captured.
         """
         state: RandomState | None = None
-        found: Iterator[Any] | None = None
+        batches: Iterator[Any] | None = None
         count = 0
         while True:
             with random_state_kept():
@@ -84,8 +79,8 @@ class EvaluationData:
                 else:
                     set_random_state(state)
                 try:
-                    found = iter(self._batches()) if found is None else found
-                    batch = next(found)
+                    batches = iter(self._batches()) if batches is None else batches
+                    read = next(batches)
                 except StopIteration:
                     break
                 except FxpipeError:
@@ -93,49 +88,29 @@ class EvaluationData:
                 except Exception as error:
                     raise hook_raised("eval_data", error, self._task.path) from error
                 state = random_state()
-            own = count % replicas == replica
+            batch = Batch.of(read)
+            padded = batch.padded(self._padding)
+            shape, fits = nearest(self._shapes, padded)
+            if not fits:
+                raise self._unknown(padded, shape, count + 1)
+            leaves = self._shapes[shape](padded, count)[0] if count % replicas == replica else None
+            yield Placed(shape, leaves, self._weigh(batch), number_of([batch.values]) if replicas > 1 else 0)
             count += 1
-            read = Batch.of(batch)
-            shape, leaves = self._shapes(read, count, own)
-            yield Placed(shape, leaves, self._weigh(read), number_of([read.values]) if replicas > 1 else 0)
         if not count:
             raise TaskError(
                 "eval_data() gave no batch",
                 hint="return a new iterable at every call: fxpipe calls it once for each evaluation",
             )
 
-
-class Shapes:
-    """Finds which captured shape a batch has after padding, and flattens it into the captured leaves."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._padding = plan.padding
-        self._known = [Splitter(step.batch, step.batch_spec, 1, plan.device) for step in plan.evaluations]
-
-    def __call__(self, batch: Batch, number: int, wanted: bool = True) -> tuple[int, tuple[Any, ...] | None]:
-        """The index of the batch's shape, and copies of its leaves, since an iterable may reuse their memory.
-
-        Args:
-            number: which batch of `eval_data()` it is, from 1.
-            wanted: whether to copy the leaves; if not, they are None.
-
-        Raises:
-            BatchError: no batch of this shape was captured; names the shape and the nearest known one.
-        """
-        batch = batch.padded(self._padding)
-        distances = [known.distance(batch) for known in self._known]
-        shape = min(range(len(distances)), key=distances.__getitem__)
-        if distances[shape]:
-            raise self._unknown(batch, shape, sum(distance < math.inf for distance in distances), number)
-        return shape, self._known[shape](batch, number - 1)[0] if wanted else None
-
-    def _unknown(self, batch: Batch, nearest: int, alike: int, number: int) -> BatchError:
-        known, what = self._known[nearest], f"batch {number} of eval_data()"
+    def _unknown(self, batch: Batch, shape: int, number: int) -> BatchError:
+        """The error for a batch that fits no captured shape, not even the nearest."""
+        of_shape, what = self._shapes[shape], f"batch {number} of eval_data()"
+        alike = sum(each.distance(batch) < math.inf for each in self._shapes)
         if not alike:
             what += " is built differently from those that were captured: "
-            what += f"{batch.tree}, not {tree_text(known.spec)}"
+            what += f"{batch.tree}, not {tree_text(of_shape.spec)}"
         else:
-            what += " has a shape that the build was not compiled for: " + "; ".join(known.differences(batch))
+            what += " has a shape that the build was not compiled for: " + "; ".join(of_shape.differences(batch))
             what += f" (the nearest of {alike} captured shapes)" if alike > 1 else ""
         return BatchError(
             what,
@@ -148,36 +123,36 @@ class Shapes:
 class Evaluator:
     """Does one worker's forwards of an evaluation, each with the code for the batch's shape.
 
+    Code that draws random numbers even in eval mode is seeded from the run's seed, by worker and batch.
+
     Args:
+        executor: of the worker's training, over whose wires the messages of evaluations go, too.
         folder: of the build.
-        seed: of the run: code that draws random numbers even in eval mode is seeded from it, by worker and batch.
-        transport: for the messages of evaluation. It has its own watch: its waits are part of the evaluation, not of a
-            step.
+        ahead: how many batches the worker may be ahead of the next one.
 
     Attributes:
-        values: the metrics that this worker has computed, as rows of float64, batch after batch in the plan's order;
-            metrics of several numbers are on the CPU.
+        transport: for the messages of evaluations. It has its own watch: its waits are part of the evaluation, not of a
+            step.
 
     Raises:
         BuildError: a file is missing, or does not fit the plan.
     """
 
-    def __init__(self, plan: Plan, worker: int, folder: str | Path, seed: int, transport: WiredTransport) -> None:
+    def __init__(self, executor: Executor, folder: str, ahead: int) -> None:
+        plan, worker = executor.setting.plan, executor.worker
+        assert isinstance(executor.transport, WiredTransport)
         self.worker = worker
-        self.transport = transport
-        self._seed = seed
-        self._device = torch.device(plan.device)
+        self.transport = transport = executor.transport.of_evaluations(plan, ahead)
         transport.watch = Watch()
-        self._steps = plan.evaluations
+        self._seed, self._device = executor.setting.options.seed, torch.device(plan.device)
+        specs = [(step, step.stages[worker]) for step in plan.evaluations]
         self._stages = [
-            StageOfStep(
-                plan, step, worker, load_stage(Path(folder) / step.stages[worker].file, step.stages[worker]), transport
-            )
-            for step in plan.evaluations
+            StageOfStep(plan, step, worker, load_stage(Path(folder) / stage.file, stage), transport)
+            for step, stage in specs
         ]
         names = plan.first_names
         self._weights = [[names[name] for name in stage.parts["F"].weights] for stage in self._stages]
-        self.values: list[Tensor] = []
+        self._values: list[Tensor] = []
         self._state: dict[str, Tensor] = {}
         self._shapes: Mapping[int, int] = {}
 
@@ -185,6 +160,11 @@ class Evaluator:
     def loaded(self) -> list[LoadedStage]:
         """Its code, by shape."""
         return [stage.code for stage in self._stages]
+
+    @property
+    def values(self) -> Tensor:
+        """The metrics that this worker has computed: float64, batch after batch in the plan's order."""
+        return torch.cat([NO_NUMBERS, *(value.cpu() for value in self._values)])
 
     def begin(self, state: dict[str, Tensor], shapes: Mapping[int, int]) -> None:
         """An evaluation begins.
@@ -195,7 +175,7 @@ class Evaluator:
             shapes: the index of each batch's shape, by its number in the evaluation, from 0; known before its forward
                 is expected.
         """
-        self._state, self._shapes, self.values = state, shapes, []
+        self._state, self._shapes, self._values = state, shapes, []
 
     def expect(self, action: Action) -> None:
         """Announce what a forward will receive."""
@@ -203,10 +183,9 @@ class Evaluator:
             self.transport.expect(edge, action.minibatch, 0)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None) -> None:
-        """Evaluate one batch.
+        """Evaluate one batch, whose number in the evaluation is the action's minibatch.
 
         Args:
-            action: the batch's forward, with its number in the evaluation.
             leaves: of the batch, on worker 0.
 
         Raises:
@@ -216,7 +195,6 @@ class Evaluator:
         shape = self._shapes[number]
         stage = self._stages[shape]
         part = stage.parts["F"]
-        self.transport.set_order(self._steps[shape].edges)
         stage.comm.bind(number, 0)
         with contextlib.ExitStack() as inside:
             if part.random:
@@ -226,46 +204,34 @@ class Evaluator:
             what = f"evaluating batch {number + 1} of eval_data()"
             hint = "let eval_data() give smaller batches"
             inside.enter_context(explained(stage.code.path, self.worker, lambda: what, hint))
-            found = stage.code.functions["F"](
+            results = stage.code.functions["F"](
                 tuple([state[name] for name in self._weights[shape]]),
                 tuple([state[name] for name in stage.buffers["F"]]),
                 () if leaves is None else tuple([leaves[i] for i in stage.batch]),
                 stage.comm,
             )
             count = len(part.metrics)
-            if len(found) != count + len(stage.updates):
+            if len(results) != count + len(stage.updates):
                 more = f" and {len(stage.updates)} buffers" if stage.updates else ""
-                raise ValueError(f"returned {len(found)} values, the plan has {count} metrics{more}")
-            state.update(zip(stage.updates, found[count:], strict=True))
-            self.values += [_numbers(value) for value in found[:count]]
+                raise ValueError(f"returned {len(results)} values, the plan has {count} metrics{more}")
+            state.update(zip(stage.updates, results[count:], strict=True))
+            self._values += [_numbers(value) for value in results[:count]]
         self.transport.done("F", number, 0)
 
 
 def _numbers(value: Tensor) -> Tensor:
-    made = value.detach().to(torch.float64, copy=True).reshape(-1)
-    return made if made.numel() == 1 else made.cpu()
-
-
-def of_batches(plan: Plan, worker: int, shapes: Sequence[int], values: Tensor) -> Iterator[dict[str, Tensor]]:
-    """What a worker computed for each batch, by name.
-
-    Args:
-        shapes: the shape index of each batch.
-        values: of all batches, flat, as they are sent.
-    """
-    parts = iter(values.split([size for shape in shapes for size in plan.evaluations[shape].sizes(worker)]))
-    for shape in shapes:
-        yield {name: next(parts) for name in plan.evaluations[shape].stages[worker].forward.metrics}
+    """Those of a metric, in a copy; if there are several, on the CPU."""
+    numbers = value.detach().to(torch.float64, copy=True).reshape(-1)
+    return numbers if numbers.numel() == 1 else numbers.cpu()
 
 
 def whole_metrics(
-    plan: Plan, shapes: Sequence[int], weights: Sequence[float], values: Sequence[Tensor], of_all: OfAll
+    plan: Plan, batches: Sequence[Placed], values: Mapping[tuple[int, int], Tensor], of_all: OfAll
 ) -> dict[str, float]:
     """The metrics of an evaluation: means over its batches, summed in order, and what the user's hook returns.
 
     Args:
-        shapes, weights: of every batch.
-        values: what each worker computed, batch after batch.
+        values: what each worker computed for each batch, by worker and the batch's number.
         of_all: computes numbers from the tensors of all batches.
 
     Raises:
@@ -273,12 +239,14 @@ def whole_metrics(
     """
     rows: list[tuple[float, dict[str, float]]] = []
     gathered: dict[str, list[Tensor]] = {}
-    workers = zip(*(of_batches(plan, worker, shapes, of_it) for worker, of_it in enumerate(values)), strict=True)
-    for shape, weight, parts in zip(shapes, weights, workers, strict=True):
-        spec = plan.evaluations[shape]
-        made = {name: value for part in parts for name, value in part.items()}
+    for number, batch in enumerate(batches):
+        spec = plan.evaluations[batch.shape]
+        parts: dict[str, Tensor] = {}
+        for worker, stage in enumerate(spec.stages):
+            parts.update(zip(stage.forward.metrics, values[worker, number].split(spec.sizes(worker)), strict=True))
         for name, tensor in spec.gathered.items():
-            gathered.setdefault(name, []).append(made[name].reshape(tensor.shape).to(getattr(torch, tensor.dtype)))
-        numbers = [name for name in spec.metrics if name not in spec.gathered]
-        rows.append((weight, {n: made[n].item() if n in made else spec.constants[n] for n in numbers}))
+            value = parts.pop(name).reshape(tensor.shape).to(getattr(torch, tensor.dtype))
+            gathered.setdefault(name, []).append(value)
+        numbers = spec.constants | {name: value.item() for name, value in parts.items()}
+        rows.append((batch.weight, {name: numbers[name] for name in spec.metrics if name not in spec.gathered}))
     return weighted_means(rows) | (of_all(gathered) if gathered else {})
