@@ -101,10 +101,10 @@ def emitting_passes(
     ]
 
 
-def evaluation_passes(
+def forward_passes(
     workers: int, owners: Mapping[str, int], shape: int, command: str, files: str = "evaluate_{worker}"
 ) -> list[Pass]:
-    """Captured evaluation in, or the program of a minibatch's totals, the files of its workers out.
+    """Program without a backward in, of an evaluation or of a minibatch's totals, the files of its workers out.
 
     Args:
         owners: the worker that holds a parameter or an updated buffer, by its first name.
@@ -133,6 +133,6 @@ def every_pass() -> dict[str, type[Pass]]:
         Cost(),
         *wiring_passes(Cuts((0, 1), (0, 1)), weights_apart=True, recompute=Recompute()),
         *emitting_passes(encode=Encode(), reduce=Reduce()),
-        *evaluation_passes(1, {}, 0, COMMAND),
+        *forward_passes(1, {}, 0, COMMAND),
     ]
     return {step.name: type(step) for step in every}

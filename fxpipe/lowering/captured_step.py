@@ -31,14 +31,58 @@ class CapturedStep:
         whole_loss: the pass that makes the microbatches' losses the whole batch's; None for one microbatch.
         shapes: the captured steps of minibatches of other shapes.
         options: as asked, with the number of microbatches.
-        few: the warning that there are few microbatches, for the schedule that a build has; '' if that costs little.
+        few: why there are fewer microbatches than suit the schedule; None if there are as many.
     """
 
     program: Program
     whole_loss: WholeLoss | None
     shapes: tuple[CapturedShape, ...]
     options: CompileOptions
-    few: Callable[[Schedule], str] = lambda schedule: ""
+    few: IdleTime | LateWeights | None = None
+
+
+@dataclass(frozen=True)
+class IdleTime:
+    """With a flush, the last, smaller batch of an epoch allows fewer microbatches than is usual."""
+
+    count: int
+    usual: int
+    last: Batch | None
+
+    def warning(self, schedule: Schedule) -> str:
+        """What that costs with the schedule that the build has.
+
+        Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al.
+        2019, GPipe, section 2.3).
+        """
+        others = min(max(schedule.depths), schedule.ranks - 1)
+        idle, less = (others / (count + others) for count in (self.count, self.usual))
+        return (
+            f"{_pieces(self.count)}, which leaves workers idle about {idle:.0%} of the time; {self.usual} microbatches "
+            f"would leave {less:.0%}, but do not divide the last, smaller batch of an epoch ({self.last}); "
+            f"drop_last=True in the DataLoader gives {self.usual}, or choose a batch size that leaves no such rest"
+        )
+
+
+@dataclass(frozen=True)
+class LateWeights:
+    """Without a flush, `why` there are few microbatches, and what can be done about it."""
+
+    options: CompileOptions
+    why: str
+    cure: str
+
+    def warning(self, schedule: Schedule) -> str:
+        """How late weights are with the schedule that the build has, and what that costs where it was studied; '' if
+        forwards miss one update at most."""
+        late = most_missed(schedule)
+        cost = lost_by(self.options.policy or SpecTrain.name, late)
+        what = f"{_pieces(self.options.count)}, so that forwards miss up to {late} updates"
+        return "; ".join([what, self.why, *([cost] if cost else []), self.cure]) if late > 1 else ""
+
+
+def _pieces(count: int) -> str:
+    return "the batch stays whole" if count == 1 else f"the batch is cut into {count} microbatches"
 
 
 def captured_step(
@@ -87,7 +131,8 @@ def _chosen(
     if options.microbatches is not None or options.kind.synchronous:
         chosen, without = _decided(options, [batch, *others], last)
         step = _captured(model, loss, batch, others, chosen, say)
-        return step if chosen.count >= without.count else _idle(step, without.count, last)
+        few = IdleTime(chosen.count, without.count, last)
+        return step if chosen.count >= without.count else replace(step, few=few)
     decided = None
     try:
         decided, without = _decided(options, [batch, *others], last)
@@ -97,12 +142,14 @@ def _chosen(
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
         why = f"{'several' if decided is None else decided.count} microbatches are not possible: {error.what}"
-        return _late(step, why, "--microbatches says what can be done about it")
+        return replace(step, few=LateWeights(step.options, why, "--microbatches says what can be done about it"))
     if step.options.count < without.count:
         why = f"{without.count} microbatches do not divide the last, smaller batch of an epoch ({last})"
-        return _late(step, why, f"drop_last=True gives {without.count}")
-    why = f"its samples cannot be cut into about {options.workers} equal microbatches"
-    return _late(step, why, f"with a batch size that is a multiple of {options.workers}, they miss 1")
+        cure = f"drop_last=True gives {without.count}"
+    else:
+        why = f"its samples cannot be cut into about {options.workers} equal microbatches"
+        cure = f"with a batch size that is a multiple of {options.workers}, they miss 1"
+    return replace(step, few=LateWeights(step.options, why, cure))
 
 
 def _decided(
@@ -120,43 +167,6 @@ def _decided(
         return options.for_batches([*batches, last]), without
     except BatchError:
         return without, without
-
-
-def _pieces(count: int) -> str:
-    return "the batch stays whole" if count == 1 else f"the batch is cut into {count} microbatches"
-
-
-def _idle(step: CapturedStep, usual: int, last: Batch | None) -> CapturedStep:
-    """With a warning of the idle time if the last batch allows fewer microbatches, for a schedule with a flush.
-
-    Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al. 2019,
-    GPipe, section 2.3).
-    """
-    count = step.options.count
-
-    def few(schedule: Schedule) -> str:
-        others = min(max(schedule.depths), schedule.ranks - 1)
-        idle, less = (others / (m + others) for m in (count, usual))
-        return (
-            f"{_pieces(count)}, which leaves workers idle about {idle:.0%} of the time; {usual} microbatches would "
-            f"leave {less:.0%}, but do not divide the last, smaller batch of an epoch ({last}); drop_last=True in the "
-            f"DataLoader gives {usual}, or choose a batch size that leaves no such rest"
-        )
-
-    return replace(step, few=few)
-
-
-def _late(step: CapturedStep, why: str, hint: str) -> CapturedStep:
-    """With a warning of late weights if forwards miss more than one update, which also says what they cost where that
-    was studied."""
-
-    def few(schedule: Schedule) -> str:
-        late = most_missed(schedule)
-        cost = lost_by(step.options.policy or SpecTrain.name, late)
-        what = f"{_pieces(step.options.count)}, so that forwards miss up to {late} updates"
-        return "; ".join([what, why, *([cost] if cost else []), hint]) if late > 1 else ""
-
-    return replace(step, few=few)
 
 
 def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch, last: Batch) -> CapturedStep:

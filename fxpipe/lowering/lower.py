@@ -111,7 +111,7 @@ def compile(
         observers=observers,
         say=say,
     )
-    few = step.few(of_plan(build.plan))
+    few = step.few.warning(of_plan(build.plan)) if step.few else ""
     plan = replace(build.plan, padding=padding)
     hooks = StepHooks.of_compiled(model, loss, options.loss_weight)
     return replace(

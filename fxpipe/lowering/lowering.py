@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fxpipe.builds.build import Build
 from fxpipe.ir.program import Program
 from fxpipe.ir.saved_program import SavedProgram, text_of
 from fxpipe.ir.transform import Observer, Pass, PassLines, run_passes
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.passes import emitting_passes, evaluation_passes, front_passes, wiring_passes
+from fxpipe.passes import emitting_passes, forward_passes, front_passes, wiring_passes
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
@@ -19,6 +23,7 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.graph import Graph
+from fxpipe.task.batch import tensor_spec
 from fxpipe.tracing.custom_operators import registering
 
 
@@ -30,7 +35,7 @@ class Lowering:
         step = step.through([cost])                                  it has costs: cuts can be chosen
         step = step.wired(cuts)                                      its edges are known: codecs can be chosen
         step = step.emitted(encode)                                  it has files
-        Lowering(evaluation, options).evaluated(workers, owners)     an evaluation, or totals: all in one
+        Lowering(program, options).forward_emitted(workers, owners)  no backward, of an evaluation or totals: all in one
 
     Attributes:
         program: as the last pass left it.
@@ -91,16 +96,31 @@ class Lowering:
         encode = encode if encode and encode.codecs else None
         return self.through(emitting_passes(self.options.command, encode, self.shape, reduce))
 
-    def evaluated(self, workers: int, owners: Mapping[str, int], files: str = "evaluate_{worker}") -> Lowering:
-        """Of a captured evaluation, or of the program of a minibatch's totals: it has its files.
-
-        Args:
-            owners, files: as for `evaluation_passes`.
-        """
-        return self.through(evaluation_passes(workers, owners, self.shape, self.options.command, files))
+    def forward_emitted(self, workers: int, owners: Mapping[str, int], files: str = "evaluate_{worker}") -> Lowering:
+        """Of a captured program without a backward: it has its files. The arguments are those of `forward_passes`."""
+        return self.through(forward_passes(workers, owners, self.shape, self.options.command, files))
 
     def added_to(self, build: Build, plan: Plan, called: str) -> Build:
         """The build with that plan, the files, and a line for every pass: `shape 1: fold  812 → 640 nodes`."""
         more: dict[str, Any] = {"files": {**build.files, **self.program.files}}
         more["passes"] = *build.passes, *(f"{called}: {line}" for line in self.lines)
         return replace(build, plan=plan, programs=(*build.programs, self.saved(called)), **more)
+
+
+def name_constants(program: Program, prefix: str, known: Mapping[str, Tensor]) -> Program:
+    """Name the constants that a further capture has met, and those of its totals, next to the build's own tensors: as
+    an equal one of these, or with a new name, which begins with `prefix`."""
+    constants = {name: t for name, t in known.items() if re.fullmatch(r"((evaluate|shape)\.\d+\.)?constant_\d+", name)}
+
+    def named(part: Program) -> Program:
+        rows = []
+        for row in part.buffers:
+            if row.constant:
+                tensor = part.values[row.node]
+                spec = tensor_spec(tensor)
+                alike = (name for name, t in constants.items() if tensor_spec(t) == spec and torch.equal(t, tensor))
+                row = replace(row, names=(next(alike, f"{prefix}.{row.names[0]}"),))
+            rows.append(row)
+        return replace(part, buffers=tuple(rows), totals=part.totals and named(part.totals))
+
+    return named(program)

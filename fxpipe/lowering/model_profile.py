@@ -77,7 +77,8 @@ def profile_model(
         say("costing the step with split backward operators")
         again = step_costs(apart_too.program, options, shared)
         apart = again.profile(without_metrics(apart_too.through([again.of_nodes]).program), levels)
-    few, optimizer, count = step.few(options.made_schedule), costs.optimizer, options.count
+    few = step.few.warning(options.made_schedule) if step.few else ""
+    optimizer, count = costs.optimizer, options.count
     first = next(b.leaf.tensor for b in step.program.batch if b.leaf.tensor is not None)
     made = PlanInput(
         whole,

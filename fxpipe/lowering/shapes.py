@@ -20,10 +20,9 @@ from fxpipe.ir.program import Program, info
 from fxpipe.lowering.choose_codecs import like
 from fxpipe.lowering.evaluation import with_readers, with_totals
 from fxpipe.lowering.first_of_each import check_number, fits
-from fxpipe.lowering.lowering import Lowering
+from fxpipe.lowering.lowering import Lowering, name_constants
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
-from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost

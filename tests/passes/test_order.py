@@ -13,7 +13,7 @@ import fxpipe
 from fxpipe.errors import VerifyError
 from fxpipe.ir.program import Level
 from fxpipe.ir.transform import Pass, check_order, run_passes
-from fxpipe.passes import emitting_passes, evaluation_passes, front_passes, wiring_passes
+from fxpipe.passes import emitting_passes, forward_passes, front_passes, wiring_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.encode import Encode
@@ -31,7 +31,7 @@ LISTS = {
         *wiring_passes(Cuts((0, 4, 9), (0, 4, 9))),
         *emitting_passes(encode=Encode()),
     ],
-    "evaluation": evaluation_passes(2, OWNERS, 0, "test"),
+    "evaluation": forward_passes(2, OWNERS, 0, "test"),
 }
 HARMLESS = {
     # Equal calls read the same weights, so that they are of the same worker: merged before or after, one is left.
