@@ -207,8 +207,8 @@ def _captured(
             _check_divisible(program, batch, other, options)
             shapes.append(capture_shape(model, loss, other, options))
         except FxpipeError as error:
-            error.what += f" (for batches like this one, after those of the first shape: {other})"
-            raise
+            what = f"{error.what} (for batches like this one, after those of the first shape: {other})"
+            raise type(error)(what, where=error.where, hint=error.hint, page=error.page) from error
     return replace(step, shapes=tuple(shapes))
 
 

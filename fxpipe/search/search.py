@@ -230,7 +230,7 @@ def _fixed(judge: Judge) -> Partition:
 
 def _raise(failed: Sequence[_Failed], question: Question, say: Say) -> NoReturn:
     """Nothing fits: say what would have to change for the candidate that needs the least memory."""
-    short = [one for one in failed if isinstance(one[0], TooLittleMemory)]
+    short = [(error, candidate) for error, candidate in failed if isinstance(error, TooLittleMemory)]
     if not short:
         raise failed[0][0]
     error, candidate = min(short, key=_share_of)
@@ -241,9 +241,8 @@ def _raise(failed: Sequence[_Failed], question: Question, say: Say) -> NoReturn:
             advised_partitions(candidate.profile, setting, count, (candidate.mode,), say)
         except TooLittleMemory as advised:
             error = advised
-    if len(short) > 1:
-        error.what += f" ({candidate.schedule} with {counted(candidate.microbatches)}, which needs least)"
-    raise error
+    least = f" ({candidate.schedule} with {counted(candidate.microbatches)}, which needs least)" if short[1:] else ""
+    raise TooLittleMemory(f"{error.what}{least}", error.share, where=error.where, hint=error.hint) from error
 
 
 def _share_of(failed: _Failed) -> float:

@@ -16,7 +16,7 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan, StepSpec
 from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of
-from fxpipe.task.splitter import nearest, splitter_of
+from fxpipe.task.splitter import Splitter, splitter_of
 
 TRIED_SCALE = 1024.0
 """The loss scale of a float16 step that is compared, measured or exported. A run has its own (see `LossScaler`). Both
@@ -57,9 +57,8 @@ class Minibatches:
             )
         self._plan = plan
         self._loss_weight = loss_weight if plan.loss_weight else None
-        given = plan.step.given
         self.splitter = splitter_of(plan, plan.device)
-        self._names = [leaf.name for leaf in given]
+        self._names = [leaf.name for leaf in plan.step.given]
         self._made = [leaf.name for leaf in plan.step.made]
         losses = 1 if plan.outer is None else plan.dp
         self._shares = [slice(replica, None, losses) for replica in range(losses)]  # microbatches that share a loss
@@ -165,6 +164,13 @@ class ShapedMinibatches:
                 self.make(read, minibatch, refusal)
             shape = len(self._of_shapes) - 1
         return shape, self._of_shapes[shape](read, minibatch, self.compare)
+
+
+def nearest(shapes: Sequence[Splitter], batch: Batch) -> tuple[int, bool]:
+    """The index of the captured shape that is nearest to a padded batch, and whether the batch fits it."""
+    distances = [shape.distance(batch) for shape in shapes]
+    index = distances.index(min(distances))
+    return index, not distances[index]
 
 
 def number_of(parts: Sequence[Sequence[Any]]) -> int:

@@ -54,9 +54,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
             raise
         except Exception as error:
             raised = hook_raised("metrics", error, task.path)
-            raised.what = f"evaluating with {raised.what}"
-            raised.hint = (
-                f"metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in {weights.name}"
-            )
-            raise raised from error
+            what, safe = f"evaluating with {raised.what}", f"the trained weights are safe in {weights.name}"
+            hint = f"metrics(model, batch) returns a dictionary of scalars; {safe}"
+            raise TaskError(what, where=raised.where, hint=hint) from error
     return weighted_means(rows) | (task.metrics_of_all(gathered) if gathered else {})

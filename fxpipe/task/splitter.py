@@ -162,10 +162,3 @@ class Splitter:
 def splitter_of(plan: Plan, device: torch.device | str = "cpu") -> Splitter:
     """The splitter of the user's minibatches for a build."""
     return Splitter(plan.step.given, plan.step.batch_spec, plan.microbatches, device)
-
-
-def nearest(shapes: Sequence[Splitter], batch: Batch) -> tuple[int, bool]:
-    """The index of the captured shape that is nearest to a padded batch, and whether the batch fits it."""
-    distances = [shape.distance(batch) for shape in shapes]
-    index = min(range(len(distances)), key=distances.__getitem__)
-    return index, not distances[index]

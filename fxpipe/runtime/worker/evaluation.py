@@ -20,12 +20,12 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.stage_code import StageOfStep, reseed
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage, explained, load_stage
-from fxpipe.stages.minibatch import number_of
+from fxpipe.stages.minibatch import nearest, number_of
 from fxpipe.task.batch import Batch
 from fxpipe.task.containers import tree_text
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
-from fxpipe.task.splitter import Splitter, nearest
+from fxpipe.task.splitter import Splitter
 
 OfAll = Callable[[dict[str, list[Tensor]]], dict[str, float]]
 Batches = Callable[[], Iterable[Any]]

@@ -191,8 +191,8 @@ class Feed(Observer):
                 raise
             except Exception as error:
                 failed = hook_raised("train_data", error, self._task.path)
-                failed.what += f", when step {self._given} read its batch"
-                raise failed from error
+                what = f"{failed.what}, when step {self._given} read its batch"
+                raise TaskError(what, where=failed.where, hint=failed.hint) from error
         raise _empty()
 
     def _epoch_over(self) -> None:
