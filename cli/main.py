@@ -97,14 +97,14 @@ def _run(arguments: list[str] | None) -> int:
     except Exception as error:
         return _limited(error, typed)
     except BaseException as error:
-        from fxpipe.runtime.process.ends import Stopped, ended_by_user_code
+        from fxpipe.runtime.process import ends
         from fxpipe.task.model_file import Answered
         from fxpipe.user_lines import is_users
 
-        if isinstance(error, (Stopped, Answered)) or not is_users(error):
+        if isinstance(error, (ends.Stopped, Answered)) or not is_users(error):
             raise
         who = f"worker {os.environ['RANK']}" if "RANK" in os.environ else _short(shlex.join(["fxpipe", *typed[:1]]))
-        return _explain(ended_by_user_code(error, who), typed)
+        return _explain(ends.ended_by_user_code(error, who), typed)
 
 
 def _explain(error: FxpipeError, arguments: list[str]) -> int:

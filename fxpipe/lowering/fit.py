@@ -26,9 +26,8 @@ from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.options import names, taken
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import refuse_moves, writing
+from fxpipe.runtime.process.check_run import check_moves, refuse_moves, writing
 from fxpipe.runtime.process.launch import launch
-from fxpipe.runtime.process.moves import check_moves
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
 from fxpipe.task.captured import captured_of, source_digests

@@ -11,10 +11,11 @@ from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import BuildError, RunError, listed
 from fxpipe.files import Snapshot, remove_abandoned
 from fxpipe.messages import say, warn
-from fxpipe.plan.build_folder import check_output, load_plan
+from fxpipe.plan.build_folder import COSTS, check_output, load_plan, model_path
 from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.device import read_throttle
 from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.new_build import remove_unfinished
@@ -243,6 +244,49 @@ def refuse_moves(options: RunOptions, why: str, hint: str) -> None:
     for asked, flag in ((options.rebalance, "--rebalance"), (options.on_loss == REPLAN, "--on-loss replan")):
         if asked:
             raise RunError(f"{flag} starts workers again, with other units: {why}", hint=f"{hint}; or leave it out")
+
+
+def check_moves(options: RunOptions) -> None:
+    """Refuse options that ask for moves and exclude them.
+
+    Raises:
+        RunError: says what, and what to do.
+    """
+    if options.out is None and (options.rebalance or options.on_loss == REPLAN):
+        what = f"{_moving(options)} writes builds and checkpoints, and the run has no output folder"
+        raise RunError(what, hint="give out")
+    if options.on_loss == REPLAN and options.checkpoint_every is None:
+        raise RunError(
+            "--on-loss replan goes on from a checkpoint, and the run saves none",
+            hint="--checkpoint-every N, or a time",
+        )
+
+
+def check_movable(options: RunOptions, plan: Plan, costs: BuildCosts) -> None:
+    """The same, and refuse builds whose units cannot be moved."""
+    check_moves(options)
+    asked = _moving(options)
+    if model_path(plan, options.build, options.model_file) is None:
+        raise RunError(
+            f"{asked} compiles again, and the build was made from Python objects",
+            where=options.build,
+            hint="compile a model file: fxpipe compile MODEL",
+        )
+    if plan.mesh.replicated:
+        raise RunError(f"{asked} does not move units of workers with replicas", hint=f"leave out {asked}")
+    if plan.ranks == 1:
+        raise RunError(f"{asked} needs other workers, and the build has one", hint=f"leave out {asked}")
+    if options.rebalance and not costs.workers:
+        raise RunError(
+            f"--rebalance compares times with the build's costs, and it has no {COSTS}",
+            where=options.build,
+            hint="compile again",
+        )
+
+
+def _moving(options: RunOptions) -> str:
+    """The flag that asks for moves."""
+    return "--rebalance" if options.rebalance else "--on-loss replan"
 
 
 NOT_OWN = {

@@ -72,20 +72,25 @@ def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 class StopRequests:
-    """Signals that ask a process to stop.
+    """Signals that ask a process to stop: the first of them, and whether there was a second one, which also calls
+    `insist`."""
 
-    Attributes:
-        asked: the first signal; None before.
-        insisted: whether there was a second one.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, insist: Callable[[], object] = lambda: None) -> None:
         self.asked: int | None = None
         self.insisted = False
+        self._insist = insist
 
     def listening(self) -> AbstractContextManager[None]:
         """Inside, signals count as requests (see `heeding`)."""
         return heeding(self._ask)
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Inside, the first signal only counts as a request; afterwards it does what it would have done."""
+        with self.listening():
+            yield
+        if self.asked is not None:
+            signal.raise_signal(self.asked)
 
     def give_up_if_asked(self) -> None:
         """Do what the first signal asked for, after cleaning up.
@@ -102,46 +107,8 @@ class StopRequests:
     def _ask(self, number: int, _: FrameType | None) -> None:
         self.insisted = self.asked is not None
         self.asked = self.asked or number
-
-
-class PoliteStop(StopRequests):
-    """Stops a process whose run is saved: the first signal asks for a last checkpoint, the second ends the process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: tuple[int, Path | None] | None = None
-
-    @contextmanager
-    def put_off(self) -> Iterator[None]:
-        """Inside, the first signal only counts as a request; afterwards it does what it would have done."""
-        with self.listening():
-            yield
-        if self.asked is not None:
-            signal.raise_signal(self.asked)
-
-    def saved(self, step: int, path: Path | None) -> None:
-        """The last checkpoint is over; called in any thread."""
-        self._last = (step, path)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the last checkpoint is over."""
-        return self._last is not None
-
-    def give_up_if_saved(self) -> None:
-        """As `give_up_if_asked`, if the last checkpoint is over."""
-        if self._last is not None and self.asked is not None:
-            say_stopped(*self._last)
-            self.give_up_if_asked()
-
-    def exit(self) -> NoReturn:
-        """End the process as the signal would have."""
-        os._exit(128 + (self.asked or signal.SIGTERM))
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        super()._ask(number, _)
         if self.insisted:
-            self.exit()
+            self._insist()
 
 
 def say_stopped(step: int, saved: Path | None) -> None:

@@ -264,7 +264,7 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
             except Stopped:
                 if moves is None or not moves.asked or requests.asked:
                     raise
-                options, mesh = moves.moved(), moves.plan.mesh
+                options, mesh = moves.move_or_stay(), moves.plan.mesh
             except FxpipeError as error:
                 again = isinstance(error, RESTARTED) and not requests.asked
                 used_up = len(restarts) == options.max_restarts

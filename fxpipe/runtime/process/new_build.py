@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fxpipe.errors import RunError
@@ -27,10 +27,6 @@ from fxpipe.runtime.process.guardian import Guardian
 
 REBALANCED = "rebalanced"
 """The folder in a run's output folder that has the builds which the run has made."""
-
-_KEPT = (PLAN, "node_costs.json")
-"""What a compile takes over from the build that it replaces: nodes that were measured are not measured again."""
-
 
 _LINKS, _SAID = ".toml", ".txt"
 """Endings of files next to a build while it is not used: the links to compile for, and what the compile says."""
@@ -47,17 +43,10 @@ def remove_unfinished(out: str) -> None:
 
 
 class NewBuild:
-    """A compile that has begun.
+    """A compile that has begun, into `folder`, for so many workers, of these speeds if they are not equal.
 
-    Args:
-        options: of the run.
-        plan, costs: of the build that the run was started with; but `costs.links` are those to compile for.
-        workers: how many processes the new build has.
-        speeds: of them; empty if all are equal.
-        guardian: ends the compile if this process is killed.
-
-    Attributes:
-        folder: of the new build.
+    Plan and costs are of the build that the run was started with, but `costs.links` are those to compile for. The
+    guardian ends the compile if this process is killed.
     """
 
     def __init__(
@@ -71,16 +60,6 @@ class NewBuild:
     ) -> None:
         self.folder = _free(Path(str(options.out)) / REBALANCED)
         self._links, self._said = (self.folder.with_suffix(ending) for ending in (_LINKS, _SAID))
-        try:
-            self._begin(options, plan, costs, workers, speeds)
-        except BaseException:
-            self._remove()
-            raise
-        guardian.guard(self._process.pid)
-
-    def _begin(self, options: RunOptions, plan: Plan, costs: BuildCosts, workers: int, speeds: Sequence[float]) -> None:
-        _take_over(Path(options.build), self.folder)
-        self._links.write_text(links_toml(costs.links))
         model = model_path(plan, options.build, options.model_file)
         command = [
             *(sys.executable, "-m", "fxpipe", "compile", str(model), "--like", options.build),
@@ -91,15 +70,21 @@ class NewBuild:
         ]
         # Under torchrun, the compile is none of the run's processes.
         alone = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                command,
-                env=alone,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                start_new_session=True,
-            )
+        with ExitStack() as failed:
+            failed.callback(self._remove)
+            _take_over(Path(options.build), self.folder)
+            self._links.write_text(links_toml(costs.links))
+            with self._said.open("wb") as stderr:
+                self._process = subprocess.Popen(
+                    command,
+                    env=alone,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
+            failed.pop_all()
+        guardian.guard(self._process.pid)
 
     def ended(self) -> bool:
         """Whether it has."""
@@ -143,8 +128,9 @@ def _free(parent: Path) -> Path:
 
 
 def _take_over(build: Path, folder: Path) -> None:
+    """What a compile needs of the build that it replaces: nodes that were measured are not measured again."""
     folder.mkdir(parents=True)
-    for name in _KEPT:
+    for name in (PLAN, "node_costs.json"):
         if (build / name).is_file():
             shutil.copy(build / name, folder)
     if (build / ENGINES).is_dir():
@@ -153,32 +139,32 @@ def _take_over(build: Path, folder: Path) -> None:
 
 def _as_before(plan: Plan, costs: BuildCosts) -> list[str]:
     """The options of a build's compile that `--like` does not take from it."""
-    found = ["--accept-optimizer-per-worker", "--cost", "measured" if costs.times else "analytic"]
+    flags = ["--accept-optimizer-per-worker", "--cost", "measured" if costs.times else "analytic"]
     if plan.device == "cuda":
-        found += ["--device", "cuda"]
+        flags += ["--device", "cuda"]
     if plan.meta:
-        found += ["--meta"]
+        flags += ["--meta"]
     if not plan.rows and plan.virtual:
-        found += ["--virtual", str(plan.workers // plan.ranks)]
-    found += _cuts(plan, costs)
+        flags += ["--virtual", str(plan.workers // plan.ranks)]
+    flags += _cuts(plan, costs)
     engines = {engine for stage in plan.stages for engine in stage.engines}
     if engines != {"eager"}:
-        found += ["--backend", *(engines if len(engines) == 1 else ("auto",))]
+        flags += ["--backend", *(engines if len(engines) == 1 else ("auto",))]
     if costs.memory:
-        found += ["--memory", f"{min(costs.memory):.0f}B"]
+        flags += ["--memory", f"{min(costs.memory):.0f}B"]
     elif any(stage.again for stage in plan.stages):
-        found += ["--recompute", "full"]
+        flags += ["--recompute", "full"]
     if plan.padding:
-        found += ["--pad-to", str(plan.padding[0].multiple)]
+        flags += ["--pad-to", str(plan.padding[0].multiple)]
     if plan.microbatches > 1:
         dims = {leaf.name: leaf.dim for leaf in plan.step.given if leaf.tensor}
-        found += ["--microbatch-dims", ",".join(f"{name}={'none' if d is None else d}" for name, d in dims.items())]
+        flags += ["--microbatch-dims", ",".join(f"{name}={'none' if d is None else d}" for name, d in dims.items())]
     for leaf in plan.step.given:
-        found += ["--constant-batch", leaf.name] if leaf.tensor is None and leaf.read else []
+        flags += ["--constant-batch", leaf.name] if leaf.tensor is None and leaf.read else []
     for name, value in plan.captured.given.items():
-        found += ["--set", f"{name}={value}"]
+        flags += ["--set", f"{name}={value}"]
     arguments = plan.captured.given_arguments
-    return [*found, "--", *arguments] if arguments else found
+    return [*flags, "--", *arguments] if arguments else flags
 
 
 def _cuts(plan: Plan, costs: BuildCosts) -> list[str]:

@@ -22,10 +22,9 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.checkpoints import Checkpoints, write_together
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.fed_rows import FedRows
-from fxpipe.runtime.process.loop_calls import LoopCalls
 from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, StepLoss
 from fxpipe.runtime.process.new_shapes import NewShapes
+from fxpipe.runtime.process.own_loop import FedRows, LoopCalls
 from fxpipe.runtime.process.resume import Resumed, open_checkpoint, opened
 from fxpipe.runtime.process.timelines import collect_trace, compare_clocks, recorded
 from fxpipe.runtime.process.what_trains import WhatTrains

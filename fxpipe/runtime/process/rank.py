@@ -22,7 +22,6 @@ from fxpipe.observe.record import Record
 from fxpipe.observe.run_json import RunJson
 from fxpipe.observe.starting import starting_text
 from fxpipe.planner.device import Device
-from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.check_run import check_separate_replicas, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
@@ -44,7 +43,7 @@ from fxpipe.runtime.process.run_summary import (
     watch_peak,
 )
 from fxpipe.runtime.process.steps_recorded import StepsRecorded
-from fxpipe.runtime.process.stopping import Stopping
+from fxpipe.runtime.process.stopping import MovingProcess, Stopping
 from fxpipe.runtime.process.timelines import WorkerTrace, collect_trace, compare_clocks, profiled, recorded
 from fxpipe.runtime.process.training_loop import Limit
 from fxpipe.runtime.process.world import Job, World

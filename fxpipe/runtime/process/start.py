@@ -16,7 +16,6 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import PipelineOptions, RunOptions
-from fxpipe.runtime.process.begin_again import MovingProcess
 from fxpipe.runtime.process.check_run import (
     check_run,
     check_unchanged,
@@ -32,6 +31,7 @@ from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.runtime.process.rank import TrainingRun
 from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.process.run_summary import warn_if_edited
+from fxpipe.runtime.process.stopping import MovingProcess
 from fxpipe.runtime.process.world import AmongProcesses, Job, OneProcess
 from fxpipe.runtime.wires.exchange import barrier
 from fxpipe.runtime.worker.feed import in_steps
@@ -40,23 +40,13 @@ from fxpipe.threads import threads
 
 
 @contextmanager
-def shown(progress: Progress | None) -> Iterator[None]:
-    """The display ends with this, before an error is printed."""
-    try:
-        yield
-    finally:
-        if progress is not None:
-            progress.close()
-
-
-@contextmanager
-def debugged(progress: Progress | None) -> Iterator[None]:
-    """Inside, `breakpoint()` first ends the display, which would draw over the debugger's prompt."""
-    before = sys.breakpointhook
+def displayed(progress: Progress | None) -> Iterator[None]:
+    """The display ends with this, before an error is printed. Inside, `breakpoint()` first ends it: it would draw over
+    the debugger's prompt."""
+    before, close = sys.breakpointhook, progress.close if progress is not None else lambda: None
 
     def stop(*arguments: Any, **more: Any) -> Any:
-        if progress is not None:
-            progress.close()
+        close()
         if before is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
             return _debugger().set_trace(sys._getframe(1))  # where it was called, not here
         return before(*arguments, **more)
@@ -66,6 +56,7 @@ def debugged(progress: Progress | None) -> Iterator[None]:
         yield
     finally:
         sys.breakpointhook = before
+        close()
 
 
 def _debugger() -> Any:
@@ -86,9 +77,8 @@ def _debugger() -> Any:
 def run_local(options: RunOptions, task: Task | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Train a build with all its workers in this process; return the summary (see `RunJson.to_json`).
 
-    Args:
-        task: the user's hooks; by default the file that options or plan name.
-        progress: by default one that fits stderr, if `options.progress`.
+    By default, the hooks are those of the file that options or plan name, and the display fits stderr, if the options
+    ask for one.
 
     Raises:
         FxpipeError: any mistake that the user can fix.
@@ -101,7 +91,7 @@ def run_local(options: RunOptions, task: Task | None = None, progress: Progress 
         task = task or task_of_run(plan, options)
         if progress is None and options.progress:
             progress = default_progress()
-        with threads(options.threads, plan.processes), shown(progress), debugged(progress):
+        with threads(options.threads, plan.processes), displayed(progress):
             run = TrainingRun(Agreed(options, plan, task, files, checkpoint), OneProcess(plan, options), progress)
             try:
                 summary = run.run()
@@ -124,10 +114,8 @@ def join(
     """Run the workers of one rank of the process group that the caller has made or the environment describes (RANK,
     WORLD_SIZE, MASTER_ADDR, …).
 
-    Args:
-        pulse: this process's, if it was started by `launch`, where its launcher reads it.
-        moving: of this process, if it can begin again.
-        problem: why this process refuses: all others learn it.
+    If this process was started by `launch`, it has a pulse, which its launcher reads; if it can begin again, `moving`.
+    All others learn of its problem, if it refuses.
 
     Returns:
         The summary (see `RunJson.to_json`) on rank 0, None elsewhere.
@@ -143,7 +131,8 @@ def join(
             progress = default_progress()
         agreed = member.agreed
         world = AmongProcesses(member)
-        held.enter_context(shown(progress))
+        if progress is not None:
+            held.callback(progress.close)
         run = TrainingRun(agreed, world, progress, moving)
         if moving is not None:
             held.enter_context(moving.looking(member.rank, world))
@@ -155,14 +144,10 @@ def join(
 
 
 def join_by_command(options: RunOptions, leave: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
-    """The same for a command that torchrun has started in each process, which moves can start again.
-
-    Args:
-        leave: is called before that.
+    """The same for a command that torchrun has started in each process, which moves can start again, after `leave`.
 
     Raises:
-        RunError: the options ask for moves that cannot be made.
-        FxpipeError: as `join`.
+        FxpipeError: as `join`; or the options ask for moves that cannot be made.
     """
     refuse_moves(replace(options, rebalance=False), "torchrun has started them", "torchrun --max-restarts N")
     if not options.rebalance:
@@ -205,10 +190,6 @@ def open_local(folder: str | Path, task: Task, options: PipelineOptions, out: st
 
 def open_joined(options: RunOptions, task: Task) -> Pipeline:
     """A pipeline whose ranks are in processes that all run the user's loop.
-
-    Args:
-        options: of the run, without those that `check_own_loop` refuses.
-        task: makes the optimizers of the workers of this process.
 
     Raises:
         FxpipeError: as `membership` and `Pipeline`.

@@ -148,7 +148,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 MOST_PORTS = 65535
 
 BEGUN, MOVED = "FXPIPE_BEGUN", "FXPIPE_MOVED"
-"""How many times a process, and each other one of its run, has begun again, and why (see `begin_again`)."""
+"""How many times a process, and each other one of its run, has begun again, and why (see `stopping`)."""
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 

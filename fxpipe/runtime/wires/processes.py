@@ -42,13 +42,9 @@ Work = Any
 
 
 class Posted:
-    """A send or a receive that has begun.
+    """A send or a receive that has begun; what was received is moved to the device, if one is given.
 
-    Args:
-        device: the device that a received tensor must be moved to; None if it is there.
-
-    Attributes:
-        waited: is called with the times from and until which it was waited for.
+    `waited` is called with the times from and until which it was waited for.
     """
 
     here = False  # gloo does not say before `wait`
@@ -71,18 +67,12 @@ class Posted:
 
 
 class ProcessWires:
-    """The `Wires` of one process, over gloo or NCCL.
+    """The `Wires` of process `rank` of a run, over gloo (CUDA tensors go through CPU memory) or NCCL.
 
-    Args:
-        rank: of this process among all of a run.
-        backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
-        channels: all channels of the plan, the same list in every process.
-        mesh: where workers and replicas are.
-        turns: of the rows in this process; None if there is one row.
+    The channels are all of the plan, the same list in every process.
 
     Attributes:
-        name: how messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'.
-        carriers: what carries them in each direction of the plan.
+        carriers: what carries messages in each direction of the plan.
         launching: the lock with which this process launches what waits for other devices (see `nccl_lines`).
         times: notes what goes over gloo; None if nothing measures the links.
     """
@@ -111,16 +101,24 @@ class ProcessWires:
         self.times: MessageTimes | None = None
         self._lines: dict[tuple[Channel, int], NcclLine] = {}  # by channel and the process at the other end
         self._outboxes: dict[int, Outbox] = {}
-        self._on_cpu, self._shared = device.type == "cpu", NONE
-        self._memory = "shared memory" if self._on_cpu else "peer memory"
-        directions = self._by_direction(channels)
+        self._shared = NONE
+        directions = _by_direction(channels, mesh)
         if self.shares and device.type in ("cpu", "cuda"):
-            ends = (Sender, Receiver) if self._on_cpu else (PeerSender, PeerReceiver)
+            ends = (Sender, Receiver) if device.type == "cpu" else (PeerSender, PeerReceiver)
             self._shared = connected(rank, list(directions), device, ends, self.launching)
         if backend == "nccl":
             self._connect({way: own for way, own in directions.items() if self._shared.without.get(way, "not tried")})
-        self.name = self._shared.kinds(self._memory, backend)
         self.carriers = [self._carrier(*way) for way in directions]
+
+    @property
+    def name(self) -> str:
+        """How messages travel: 'gloo', 'nccl', 'shared memory', 'peer memory', or 'gloo and shared memory'."""
+        return self._shared.kinds(self._memory, self.backend)
+
+    @property
+    def _memory(self) -> str:
+        """The memory through which processes of one machine exchange messages."""
+        return "shared memory" if self.device.type == "cpu" else "peer memory"
 
     def isend(self, value: Tensor, way: Way) -> Posted | None:
         rank, tag = self._process_of(way.worker, way.replica), self._tag_of(way)
@@ -144,14 +142,14 @@ class ProcessWires:
             return self._shared.receivers[rank].expect(tag, count, dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged or channel is None else self.device)
         target = self.device if self.staged and channel is not None else None
-        found = Posted(self._expect(flat, rank, channel, tag, way.turn), flat, target)
+        posted = Posted(self._expect(flat, rank, channel, tag, way.turn), flat, target)
         if self.times is not None:
-            found.waited = self.times.expected(rank, tag)
-        return found
+            posted.waited = self.times.expected(rank, tag)
+        return posted
 
     def close(self) -> None:
         """No more messages through shared memory; called by all processes."""
-        shared, self._shared = self._shared, NONE
+        shared, self._shared = self._shared, NONE._replace(without=self._shared.without)
         shared.close(barrier)
 
     def stays(self, edge: EdgeSpec) -> bool:
@@ -191,7 +189,7 @@ class ProcessWires:
 
     def _shares(self, way: Way) -> bool:
         """Whether a message may go through memory that processes share: it is on the device."""
-        return self._on_cpu or way.channel is not None
+        return self.device.type == "cpu" or way.channel is not None
 
     def _tag_of(self, way: Way) -> int:
         if way.tag is None:
@@ -201,19 +199,6 @@ class ProcessWires:
 
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
-
-    def _by_direction(self, channels: list[Channel]) -> dict[tuple[int, int], list[Channel]]:
-        """The channels from one process to another, by both; in one global order."""
-        found: dict[tuple[int, int], list[Channel]] = {}
-        for channel in channels:
-            source, target = (self._mesh.of_rank(self._mesh.rank_of(worker)) for worker in channel[1:3])
-            if source == target:
-                continue
-            both = gcd(len(source), len(target))  # replica i exchanges messages with replica j if i ≡ j mod `both`
-            for one, other in product(range(len(source)), range(len(target))):
-                if one % both == other % both:
-                    found.setdefault((source[one], target[other]), []).append(channel)
-        return found
 
     def _connect(self, directions: Mapping[tuple[int, int], Sequence[Channel]]) -> None:
         """Set up a communicator for each direction between two processes, in one order, since each set-up waits for the
@@ -240,15 +225,24 @@ class ProcessWires:
             self._lines[channel, other] = NcclLine(communicator, agreement, self.device)
 
 
+def _by_direction(channels: list[Channel], mesh: Mesh) -> dict[tuple[int, int], list[Channel]]:
+    """The channels from one process to another, by both; in one global order."""
+    directions: dict[tuple[int, int], list[Channel]] = {}
+    for channel in channels:
+        source, target = (mesh.of_rank(mesh.rank_of(worker)) for worker in channel[1:3])
+        if source == target:
+            continue
+        both = gcd(len(source), len(target))  # replica i exchanges messages with replica j if i ≡ j mod `both`
+        for one, other in product(range(len(source)), range(len(target))):
+            if one % both == other % both:
+                directions.setdefault((source[one], target[other]), []).append(channel)
+    return directions
+
+
 @dataclass(frozen=True)
 class Carrier:
-    """What carries the messages of a direction.
-
-    Attributes:
-        source, target: the processes.
-        transport: 'shared memory', 'gloo', or of CUDA tensors 'peer memory', 'nccl', 'gloo through CPU memory'.
-        why: this one.
-    """
+    """What carries the messages of a direction between two processes, and why: 'shared memory', 'gloo', or for CUDA
+    tensors 'peer memory', 'nccl', 'gloo through CPU memory'."""
 
     source: int
     target: int
@@ -257,21 +251,15 @@ class Carrier:
 
 
 def carriers_text(carriers: Iterable[Carrier], most: int = 20) -> list[str]:
-    """A line for each transport and reason: `0 ↔ 1, 2 → 3: gloo: different hosts`.
-
-    Args:
-        most: how many pairs a line names.
-    """
-    found: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    """A line for each transport and reason, naming at most so many pairs: `0 ↔ 1, 2 → 3: gloo: different hosts`."""
+    ways: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for each in carriers:
-        found.setdefault((each.transport, each.why), set()).add((each.source, each.target))
+        ways.setdefault((each.transport, each.why), set()).add((each.source, each.target))
     lines = []
-    for (transport, why), directions in found.items():
+    for (transport, why), directions in ways.items():
         both = {(one, other) for one, other in directions if (other, one) in directions}
         named = sorted((min(way), max(way), "↔") for way in both if way[0] < way[1])
         named += sorted((*way, "→") for way in directions - both)
-        pairs = (
-            "all pairs" if len(found) == 1 else listed([f"{one} {sign} {other}" for one, other, sign in named], most)
-        )
+        pairs = "all pairs" if len(ways) == 1 else listed([f"{one} {sign} {other}" for one, other, sign in named], most)
         lines.append(f"{pairs}: {transport}: {why}")
     return lines

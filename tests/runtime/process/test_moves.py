@@ -23,15 +23,16 @@ from fxpipe.builds.build import load
 from fxpipe.errors import FxpipeError, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.planner.costs_file import read_costs
+from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import measured_speeds, moves
-from fxpipe.runtime.process.begin_again import MovingProcess
+from fxpipe.runtime.process import better_cuts
+from fxpipe.runtime.process.check_run import check_movable
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.moves import GONE_BACK, Moves
 from fxpipe.runtime.process.new_build import NewBuild, _as_before
 from fxpipe.runtime.process.start import join, join_by_command, run_local
+from fxpipe.runtime.process.stopping import MovingProcess
 from fxpipe.runtime.wires import measured_links
 from fxpipe.runtime.wires.board import ASKED, MOVE, Board, DictBoard
 
@@ -113,7 +114,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
 
     made.clear()
     compiled_for.clear()
-    monkeypatch.setattr(moves, "NewBuild", new_build)
+    monkeypatch.setattr(better_cuts, "NewBuild", new_build)
     return found
 
 
@@ -127,9 +128,9 @@ def watched(build: Path, tmp_path: Path, **options: Any) -> tuple[Moves, Board]:
 
 def trains(found: Moves, work: tuple[float, ...], speeds: tuple[float, ...], windows: int, begin: int = 0) -> None:
     """The workers train for so many windows, at these speeds."""
-    samples = measured_speeds.SAMPLES + 2
+    samples = better_cuts.SAMPLES + 2
     for beat in range(begin * samples, (begin + windows) * samples + 1):
-        step = beat * measured_speeds.STEPS
+        step = beat * better_cuts.STEPS
         busy = [step * each / speed for each, speed in zip(work, speeds, strict=True)]
         of_ranks: list[Signs] = [signs(beat, step, each, 1.2 * max(busy)) for each in busy]
         found.look(of_ranks)
@@ -139,7 +140,7 @@ def promised(build: Path) -> tuple[float, ...]:
     plan = read_plan(build)
     costs = read_costs(build, plan)
     assert costs is not None
-    return measured_speeds.promised(plan, costs)
+    return better_cuts.promised(plan, costs)
 
 
 def test_a_slower_worker_gives_units_away(build: Path, other: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
@@ -189,7 +190,7 @@ def test_an_unreadable_build_is_not_begun(build: Path, other: Path, tmp_path: Pa
     found, _ = watched(build, tmp_path)
     trains(found, promised(build), SPEEDS, 3)
     (made[0].folder / "plan.json").write_text("{")
-    options = found.moved()
+    options = found.move_or_stay()
     assert (options.build, options.rebalance, found.rows) == (str(build), False, [])
     assert made[0].given_up
     assert GONE_BACK in capfd.readouterr().err
@@ -202,7 +203,7 @@ def test_an_error_ends_the_search_not_the_run(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(moves, "NewBuild", fails)
+    monkeypatch.setattr(better_cuts, "NewBuild", fails)
     found, board = watched(build, tmp_path)
     trains(found, promised(build), SPEEDS, 6)
     assert board.get(ASKED) is None
@@ -212,7 +213,7 @@ def test_an_error_ends_the_search_not_the_run(
 def test_other_cuts_are_compiled_for_a_slower_link(build: Path, tmp_path: Path, asked: Any, capfd: Any) -> None:
     made.append(Compiled(build))
     found, board = watched(build, tmp_path)
-    known, second = found._first_costs.links, measured_links.SECOND
+    known, second = found._cuts.first_links, measured_links.SECOND
     for windows in range(3):
         sent = [(1, k * second // 2, 5, k, 10**6, k * 10**6) for k in range(20 * windows, 20 * windows + 20)]
         came = [(0, at + second // 2, tag, k, 0) for _, at, tag, k, *_ in sent]
@@ -306,7 +307,7 @@ def test_builds_that_cannot_move(build: Path, tmp_path: Path) -> None:
         (dataclasses.replace(plan, workers=1), "needs other workers"),
     ):
         with pytest.raises(RunError, match=what):
-            moves._check(options, changed, None)
+            check_movable(options, changed, BuildCosts())
 
 
 def test_where_workers_cannot_begin_again(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +347,8 @@ def test_units_move_without_a_change_of_a_bit(tmp_path: Path, monkeypatch: pytes
     )
     whole = run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False))
     (tmp_path / "slow").touch()
-    monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: SPEEDS)
-    monkeypatch.setattr(measured_speeds, "SAMPLES", 1)
+    monkeypatch.setattr(better_cuts.Window, "speeds", lambda *_: SPEEDS)
+    monkeypatch.setattr(better_cuts, "SAMPLES", 1)
     summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
     (move,) = summary["moves"]
     assert (move["before"], move["speeds"]) == (move["before"], list(SPEEDS))
@@ -376,9 +377,9 @@ def test_units_move_from_a_link_that_became_slower(tmp_path: Path, monkeypatch: 
     run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False, throttle=None))
     for mark in ("slow", "slow-link"):
         (tmp_path / mark).touch()
-    monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: (1.0, 1.0))
-    monkeypatch.setattr(measured_speeds.Window, "most", lambda *_: 0.0)
-    for module, least in ((measured_speeds, "SAMPLES"), (measured_links, "SECONDS")):
+    monkeypatch.setattr(better_cuts.Window, "speeds", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(better_cuts.Window, "most", lambda *_: 0.0)
+    for module, least in ((better_cuts, "SAMPLES"), (measured_links, "SECONDS")):
         monkeypatch.setattr(module, least, 1)
     summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
     (move,) = summary["moves"]
@@ -398,8 +399,8 @@ def test_a_move_that_fails_ends_no_run(mark: str, tmp_path: Path, monkeypatch: p
     run_local(dataclasses.replace(options, out=str(tmp_path / "whole"), rebalance=False))
     for name in ("slow", mark):
         (tmp_path / name).touch()
-    monkeypatch.setattr(measured_speeds.Window, "speeds", lambda *_: SPEEDS)
-    monkeypatch.setattr(measured_speeds, "SAMPLES", 1)
+    monkeypatch.setattr(better_cuts.Window, "speeds", lambda *_: SPEEDS)
+    monkeypatch.setattr(better_cuts, "SAMPLES", 1)
     summary = launch(dataclasses.replace(options, out=str(tmp_path / "out")), 2)
     assert summary["moves"] == []
     assert summary["build"]["folder"] == options.build
@@ -443,9 +444,10 @@ def test_a_run_that_is_killed_in_a_move_goes_on(tmp_path: Path) -> None:
     options = dataclasses.replace(options, out=str(tmp_path / "out"))
     code = f"""import sys
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import measured_speeds
+from fxpipe.runtime.process import better_cuts
+from fxpipe.runtime.process.check_run import check_movable
 from fxpipe.runtime.process.launch import launch
-measured_speeds.Window.speeds, measured_speeds.SAMPLES = lambda *_: {SPEEDS}, 1
+better_cuts.Window.speeds, better_cuts.SAMPLES = lambda *_: {SPEEDS}, 1
 launch(RunOptions.from_json({options.to_json()!r}), 2)"""
     run = StartedRun(["-c", code], tmp_path / "tmp")
     run.until(lambda: list((tmp_path / "out" / "checkpoints").glob("step-*")), 120)

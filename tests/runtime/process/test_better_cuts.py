@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from moving import signs
 
-from fxpipe.runtime.process.measured_speeds import SAMPLES, STEPS, Window, Windows
+from fxpipe.runtime.process.better_cuts import SAMPLES, STEPS, Window, Windows
 
 
 def test_a_window_has_the_median_of_each_worker() -> None:
