@@ -106,9 +106,6 @@ def captured_step(
         last: a smaller minibatch, such as the last of an epoch. The number of microbatches that is chosen divides it,
             too; where its step cannot be captured, a warning says so.
         say: is called with the further shape that is being captured.
-
-    Raises:
-        FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
     step = _chosen(model, loss, batch, options, shapes, last, say)
     known = [step.program, *(shape.program for shape in step.shapes)]
@@ -155,11 +152,7 @@ def _chosen(
 def _decided(
     options: CompileOptions, batches: Sequence[Batch], last: Batch | None
 ) -> tuple[CompileOptions, CompileOptions]:
-    """The options with the number of microbatches, and what that would be without the last, smaller batch.
-
-    Raises:
-        BatchError: a batch cannot be cut; perhaps the last one.
-    """
+    """The options with the number of microbatches, and what that would be without the last, smaller batch."""
     without = options.for_batches(batches)
     if last is None:
         return without, without
@@ -219,9 +212,6 @@ def uncompared_step(
 
     Args:
         whole: as for `capture_microbatch`.
-
-    Raises:
-        FxpipeError: as `capture_microbatch`.
     """
     options.check()
     _check_shares(batch, options)
@@ -229,21 +219,13 @@ def uncompared_step(
 
 
 def compared(step: CapturedStep, model: nn.Module, loss: Loss, batch: Batch) -> CapturedStep:
-    """The step, after a comparison with eager PyTorch.
-
-    Raises:
-        FxpipeError: as `checked_loss`.
-    """
+    """The step, after a comparison with eager PyTorch."""
     program, whole_loss = checked_loss(step.program, model, loss, batch, step.options)
     return replace(step, program=program, whole_loss=whole_loss)
 
 
 def _check_shares(batch: Batch, options: CompileOptions) -> None:
-    """Refuse a minibatch that the replicas cannot share.
-
-    Raises:
-        BatchError: names the numbers of replicas that can.
-    """
+    """Refuse a minibatch that the replicas cannot share."""
     if options.dp == 1:
         return
     try:
@@ -263,11 +245,7 @@ def _check_shares(batch: Batch, options: CompileOptions) -> None:
 
 
 def _check_divisible(program: Program, first: Batch, other: Batch, options: CompileOptions) -> None:
-    """Refuse a batch that cannot be cut into microbatches along the same dimensions as the first.
-
-    Raises:
-        BatchError: names the numbers that divide both.
-    """
+    """Refuse a batch that cannot be cut into microbatches along the same dimensions as the first."""
     dims = {b.leaf.name: b.leaf.dim for b in program.batch}
     if options.count > 1 and any(dim is not None for dim in dims.values()):
         other.check_divisible(options.count, dims, replace(first, cut=dims).samples)

@@ -49,7 +49,6 @@ def capture_microbatch(
 
     Args:
         batch: one whole minibatch.
-        options: how many microbatches, and where leaves are cut, if given.
         whole: of the same batch, captured with another number of microbatches, or empty.
 
     Raises:
@@ -167,9 +166,6 @@ def checked_loss(
     every sample, and batch norm sees one microbatch at a time. Without values of the parameters (`--meta`) nothing is
     compared.
 
-    Args:
-        program: the captured one.
-
     Raises:
         BatchError: loss or gradients differ beyond rounding, and the options do not accept it.
         CaptureError: the same with one microbatch.
@@ -183,27 +179,27 @@ def checked_loss(
     with SteadyRandomness() as steady:
         eager = steps.eager(whole=True)
         try:
-            found = steps.emitted()
+            emitted = steps.emitted()
         except RunError as error:
             raise _fails(error, steps) from error
     limit = tolerance((v.dtype for n in program if isinstance(v := value(n), Tensor)), program.autocast)
     if whole_loss is not None and not steady.unknown:
-        whole_loss = replace(whole_loss, unlike=_unlike(found, eager, max(UNLIKE, limit)))
-    agreement = agreement_of(found, eager, FLOOR_OF_SUMS)
-    is_off = not agreement.largest <= limit
-    if is_off and (steady.unknown or build.plan.step.differs_from_whole):
+        whole_loss = replace(whole_loss, unlike=_unlike(emitted, eager, max(UNLIKE, limit)))
+    if agreement_of(emitted, eager, FLOOR_OF_SUMS).largest <= limit:
+        return program, _checked(whole_loss, steps)
+    if steady.unknown or build.plan.step.differs_from_whole:
         return program, whole_loss  # there is nothing to compare with
-    if is_off and not (_is_rough(program, build, limit) and _same(found.loss, eager.loss, max(AMPLIFIED, limit))):
-        with steady:
-            agreement = steps.agreement(found, eager, FLOOR_OF_SUMS, limit, whole=True)
-        if agreement.largest <= limit:
-            program = replace(program, warnings=(*program.warnings, rounding_text(agreement)))
-        elif whole_loss is not None and options.accept_microbatch_loss:
-            return program, replace(whole_loss, accepted=True)
-        else:
-            numbers = _numbers(steps, found, eager, agreement)
-            raise _unseen(numbers) if whole_loss is None else _differs(numbers, _why(program, steps, limit, options))
-    return program, whole_loss and replace(whole_loss, checked=_count_differently(steps))
+    if _is_rough(program, build, limit) and _same(emitted.loss, eager.loss, max(AMPLIFIED, limit)):
+        return program, _checked(whole_loss, steps)
+    with steady:
+        agreement = steps.agreement(emitted, eager, FLOOR_OF_SUMS, limit, whole=True)
+    if agreement.largest <= limit:
+        program = replace(program, warnings=(*program.warnings, rounding_text(agreement)))
+        return program, _checked(whole_loss, steps)
+    if whole_loss is not None and options.accept_microbatch_loss:
+        return program, replace(whole_loss, accepted=True)
+    numbers = _numbers(steps, emitted, eager, agreement)
+    raise _unseen(numbers) if whole_loss is None else _differs(numbers, _why(program, steps, limit, options))
 
 
 def _is_rough(program: Program, build: Build, limit: float) -> bool:
@@ -248,10 +244,11 @@ def _fails(error: RunError, steps: BothSteps) -> BatchError | CaptureError:
     )
 
 
-def _count_differently(steps: BothSteps) -> bool:
-    """Whether these microbatches differ enough to find wrong weights: without the hook, results must differ."""
+def _checked(whole_loss: WholeLoss | None, steps: BothSteps) -> WholeLoss | None:
+    """The pass after the comparison, `checked` if these microbatches differ enough to find wrong weights: without the
+    hook, results must differ."""
     weights = torch.tensor(steps.weights() or [0.0, 1.0])
-    return not _same(weights.min(), weights.max())
+    return whole_loss and replace(whole_loss, checked=not _same(weights.min(), weights.max()))
 
 
 def _unproved(build: Build) -> list[str]:

@@ -61,9 +61,6 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
 def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list[LoadedStage]:
     """All stages of a build, or of another step of it: from its folder, or from texts by file name, which tracebacks
     show.
-
-    Raises:
-        BuildError: as `load_stage`.
     """
     if isinstance(source, Path):
         return [load_stage(source / spec.file, spec) for spec in step.stages]
@@ -72,11 +69,7 @@ def load_stages(step: Plan | StepSpec, source: Path | Mapping[str, str]) -> list
 
 
 def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
-    """A stage without a file; tracebacks still show its text.
-
-    Raises:
-        BuildError: as `load_stage`.
-    """
+    """A stage without a file; tracebacks still show its text."""
     return _stage_of_text(Path(f"<build {next(_serial)}>") / spec.file, text, spec)
 
 

@@ -36,7 +36,6 @@ class Minibatches:
     Args:
         source: the build's folder, or the texts of its files by name.
         tensors: what totals are computed with, by name, on the plan's device, as it is when a minibatch is cut.
-        loss_weight: the user's hook; None if the build has none.
 
     Raises:
         BuildError: the file of the totals does not fit the plan.
@@ -75,9 +74,6 @@ class Minibatches:
 
     def __call__(self, batch: Any, minibatch: int, compare: Compare | None = None) -> list[tuple[Any, ...]]:
         """Each microbatch's leaves, in the plan's order.
-
-        Args:
-            compare: as of `ShapedMinibatches`.
 
         Raises:
             BatchError: the batch differs from the captured one; names every leaf that differs.
@@ -141,20 +137,11 @@ class ShapedMinibatches:
         self.compare: Compare | None = None
 
     def add(self, of_shape: Plan, source: Mapping[str, str]) -> None:
-        """Add a shape; `tensors` already has the constants of its totals.
-
-        Args:
-            source: the texts of its files by name.
-        """
+        """Add a shape, with the texts of its files; `tensors` already has the constants of its totals."""
         self._of_shapes.append(Minibatches(of_shape, source, self._tensors, self._loss_weight))
 
     def __call__(self, batch: Any, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """The index of the batch's shape, and each microbatch's leaves.
-
-        Raises:
-            BatchError: the batch has no captured shape; names the leaves in which it differs from the nearest.
-            TaskError: as `Minibatches`.
-        """
+        """The index of the batch's shape, and each microbatch's leaves; errors as of `Minibatches`."""
         read = Batch.of(batch).padded(self._padding)
         shape, fits = nearest([of_shape.splitter for of_shape in self._of_shapes], read)
         if not fits and self.make is not None:

@@ -30,15 +30,9 @@ Write = Callable[[str, "Sequence[Mapping[str, Tensor]]"], RunError | None]
 
 
 class BestWeights:
-    """The file of one run, in the process of worker 0.
+    """The file of one run, in the process of worker 0: it has the weights of the step `held`, or None of this run.
 
-    Args:
-        folder: the run's.
-        write: see `Write`.
-        best: the step and the value of the best evaluation before an interruption; None if there was none.
-
-    Attributes:
-        held: the step whose weights the file has; None if it has none of this run.
+    `best` is the step and the value of the best evaluation before an interruption; None if there was none.
     """
 
     def __init__(self, folder: OutFolder, write: Write, goal: Goal, best: tuple[int, float] | None = None) -> None:
@@ -110,11 +104,7 @@ class Goal:
 
     @staticmethod
     def of(options: RunOptions, plan: Plan) -> Goal | None:
-        """What `save_best` asks for; None if it asks for nothing.
-
-        Raises:
-            RunError: what the options ask for cannot be done.
-        """
+        """What `save_best` asks for, or None; RunError if that cannot be done."""
         if options.save_best is None:
             return None
         if options.eval_every is None:
@@ -128,11 +118,7 @@ class Goal:
 
     @staticmethod
     def to_go_on(options: RunOptions, plan: Plan) -> Goal | None:
-        """What has to improve where there is `patience`; None where there is none.
-
-        Raises:
-            RunError: what the options ask for cannot be done.
-        """
+        """What has to improve where there is `patience`, or None; RunError if that cannot be done."""
         if options.patience is None:
             if options.patience_metric is not None or options.min_delta:
                 alone = "--min-delta" if options.patience_metric is None else "--patience-metric"
@@ -151,27 +137,19 @@ class Goal:
 
     @staticmethod
     def _named(text: str, option: str, plan: Plan) -> Goal:
-        """`accuracy` and `+cost` are better where they are greater, `-cost` and what is named as a loss where smaller.
-
-        Raises:
-            RunError: the build has no such metric.
-        """
+        """`accuracy` and `+cost` are better where greater, `-cost` and what is named as a loss where smaller."""
         metric = text[1:] if text[:1] in ("+", "-") else text
-        known = metrics_of(plan)
+        names = metrics_of(plan)
         if lacks(plan, metric):
             raise RunError(
-                f"{option}: metrics(model, batch) gives no {metric!r}{near(metric, known)}",
-                hint=f"one of {', '.join(known)}; with - before it, smaller is better, with + greater{_MONITOR}",
+                f"{option}: metrics(model, batch) gives no {metric!r}{near(metric, names)}",
+                hint=f"one of {', '.join(names)}; with - before it, smaller is better, with + greater{_MONITOR}",
             )
         smaller = text[0] == "-" or (text[0] != "+" and metric.lower().endswith(SMALLER))
         return Goal(metric, not smaller)
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse an evaluation that has no such metric.
-
-        Raises:
-            RunError: names the metrics that it has.
-        """
+        """Refuse an evaluation that has no such metric."""
         if self.metric not in metrics:
             raise RunError(
                 f"the evaluation gave no {self.metric!r}{near(self.metric, list(metrics))}",

@@ -61,9 +61,6 @@ class DistributedEvaluation:
         line: the processes.
         replicas: how many share the batches (see `sharing`).
         collective: connects worker 0, where it is, with its other replicas; None if they do not share.
-
-    Raises:
-        BuildError: as `Evaluator`.
     """
 
     def __init__(
@@ -145,10 +142,6 @@ class DistributedEvaluation:
 
         Args:
             batches: all that worker 0 has read.
-
-        Raises:
-            RunError: the replicas have read different batches.
-            PeerLost: another replica is gone.
         """
         if self._data is None:
             for worker, evaluator in self.evaluators.items():

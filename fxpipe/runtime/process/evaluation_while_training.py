@@ -41,9 +41,7 @@ class BuffersKept(Observer):
 class WorkerEvaluations(Observer):
     """The evaluations of one process's workers, which have all made the same number of updates when one is due.
 
-    Args:
-        evaluation: what evaluates; None if the run has nothing to evaluate.
-        hooked: follows the tensors that hooks change; None if they change none.
+    Without an `evaluation` the run has nothing to evaluate.
     """
 
     def __init__(
@@ -65,11 +63,8 @@ class WorkerEvaluations(Observer):
                 executor.observers.append(BuffersKept(executor, consequences.due))
 
     def begin(self, record: Record | None) -> None:
-        """Called by all workers before training begins: apply what earlier evaluations of the run decided.
-
-        Args:
-            record: on worker 0.
-        """
+        """Called by all workers before training begins, with worker 0's record: apply what earlier evaluations of the
+        run decided."""
         self._record = record
         evaluation, ends, goes_on = self.evaluation, self.consequences, self._job.options.resume is not None
         if evaluation is None:
@@ -150,11 +145,8 @@ class WorkerEvaluations(Observer):
         return is_best
 
     def last(self, summary: RunJson | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
-        """Evaluate the trained weights, which have been written, and their averages, if there are any.
-
-        Args:
-            summary: on worker 0.
-        """
+        """Evaluate the trained weights, which have been written, and their averages, if there are any, for worker 0's
+        summary."""
         record, out, total, executors = self._record, self._job.out, self.consequences.end, self._rows.executors
         if self.evaluation is None:
             return
