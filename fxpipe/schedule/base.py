@@ -59,15 +59,19 @@ class Schedule(ABC):
     after: Graph = ()
 
     def __post_init__(self) -> None:
-        for what in ("workers", "microbatches"):
-            value = getattr(self, what)
+        for what, value in (("workers", self.workers), ("microbatches", self.microbatches)):
             if value < 1:
-                raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
+                raise ScheduleError(f"{self.called} needs at least 1 of {what}, not {value}")
         if not self.placement:
             ranks, remainder = divmod(self.workers, self.usual_virtual)
             usual = tuple(range(self.workers)) if remainder else self.usual_placement(ranks)
             object.__setattr__(self, "placement", usual)
         self.check_placement()
+
+    @cached_property
+    def called(self) -> str:
+        """What errors call it."""
+        return f"schedule '{self.name}'"
 
     def check_placement(self) -> None:
         """Refuse a placement that the schedule cannot have.
@@ -79,7 +83,7 @@ class Schedule(ABC):
         ranks = set(self.placement)
         if len(self.placement) != self.workers or ranks != set(range(len(ranks))) or self.placement[0] != 0:
             raise ScheduleError(
-                f"schedule '{self.name}' of {self.workers} workers cannot run on ranks {list(self.placement)}",
+                f"{self.called} of {self.workers} workers cannot run on ranks {list(self.placement)}",
                 hint="every worker has a rank, every rank from 0 on a worker, and worker 0 is on rank 0",
             )
         if self.several and not self.synchronous and self.usual_virtual == 1:  # whose updates would not take turns

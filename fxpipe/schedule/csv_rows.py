@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import ClassVar, cast
@@ -45,14 +45,17 @@ class RowsOfText(Table):
     Attributes:
         lines: one for each rank, as `to_csv` writes them.
         title: its name: of the schedule that a model file registered, or `NAME`.
+        where: what errors call it while it is read; '' afterwards.
     """
 
     name: ClassVar[str] = NAME
     lines: tuple[str, ...] = ()
     title: str = NAME
+    where: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.title)
+        object.__setattr__(self, "called", self.where or super().called)
         super().__post_init__()
 
     def rows(self) -> list[list[Event]]:
@@ -197,13 +200,9 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
     with_w = {(worker, j) for row in cells for worker, kind, j in row if kind == "W"}
     written = [",".join(_written(row, apart, with_w)) for row in cells]
     kind = RowsOfTextApart if apart else RowsOfText
-    try:
-        schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written), title=title)
-        play(schedule, read(schedule, 1))
-    except ScheduleError as error:
-        error.what = error.what.replace(f"schedule '{title}'", where, 1)
-        raise
-    return schedule
+    schedule = kind(workers, microbatches, tuple(placement), lines=tuple(written), title=title, where=where)
+    play(schedule, read(schedule, 1))
+    return replace(schedule, where="")
 
 
 def read_csv(path: str | Path) -> RowsOfText | EndlessRows:

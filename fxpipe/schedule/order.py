@@ -70,7 +70,7 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Even
         cells = [[label(*event) for event in row] for row in rows]
         for rank, place, event in offences:
             cells[rank][place : place + 1] = [marked(label(*event))]
-        raise ScheduleError(_message(f"schedule '{schedule.name}' is wrong", problems, picture_of(schedule, cells)))
+        raise ScheduleError(_message(f"{schedule.called} is wrong", problems, picture_of(schedule, cells)))
     return rows
 
 
@@ -198,7 +198,7 @@ def _deadlock(
             worker, stuck = rows[rank][place[rank]]
             cells[rank].append(marked(label(worker, stuck)))
             problems.append(f"worker {worker} waits at {stuck} for {event} of worker {source}")
-    return ScheduleError(_message(f"schedule '{schedule.name}' deadlocks", problems, picture_of(schedule, cells)))
+    return ScheduleError(_message(f"{schedule.called} deadlocks", problems, picture_of(schedule, cells)))
 
 
 def _message(what: str, problems: Sequence[str], grid: str) -> str:
