@@ -48,9 +48,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     A user's own optimizer may keep more than torch's `state` and `param_groups`. Attributes with plain values are
     written, too; for other attributes, the hook `optimizer` creates new values. If the class has its own `state_dict`,
     that is written instead, and fits only the same parameters.
-
-    Args:
-        names: of the parameters, by id.
     """
     parts = parts_of(optimizer)
     return {
@@ -106,11 +103,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
 
 
 def load_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Load what `scheduler_state` returned.
-
-    Raises:
-        RunError: it would replace a method.
-    """
+    """Load what `scheduler_state` returned."""
     pairs = [(scheduler, state)]
     for holder, held in pairs:  # torch's own loading sets attributes, also of the parts of a SequentialLR
         if type(holder).load_state_dict.__module__.startswith("torch.optim."):
@@ -120,11 +113,7 @@ def load_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def _refuse_methods(holder: object, attributes: Mapping[str, Any]) -> None:
-    """Refuse attributes with the names of methods or properties, which they would replace.
-
-    Raises:
-        RunError: names one.
-    """
+    """Refuse attributes with the names of methods or properties, which they would replace."""
     for name in attributes:
         known = getattr(type(holder), name, None)
         if callable(known) or hasattr(known, "__set__"):

@@ -57,21 +57,13 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class TensorDigests:
-    """The digests in a file.
-
-    Attributes:
-        of: by the tensor's name.
-    """
+    """The digests in a file."""
 
     path: Path
     of: Mapping[str, str]
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Check a tensor that was read; does nothing if the file has no digests.
-
-        Raises:
-            BuildError: it was changed after it was written.
-        """
+        """Check a tensor that was read; does nothing if the file has no digests."""
         if name in self.of and digest(tensor) != self.of[name]:
             raise BuildError(
                 f"{name} in {self.path.name} was changed after it was written", where=str(self.path), hint=_HINT
@@ -79,11 +71,7 @@ class TensorDigests:
 
 
 def read_digests(path: Path) -> TensorDigests:
-    """The digests in a safetensors file, after checking its header; none if another program wrote the file.
-
-    Raises:
-        BuildError: the header was changed after it was written.
-    """
+    """The digests in a safetensors file, after checking its header; none if another program wrote the file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -141,11 +129,7 @@ def safetensors_writer(path: str | Path, tensors: Sequence[tuple[str, TensorSpec
 
 
 def header(tensors: Sequence[tuple[str, TensorSpec]], digests: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8.
-
-    Args:
-        digests: of the tensors' bytes, by name; None leaves digests out.
-    """
+    """A safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8."""
     if digests is None:
         return _header(tensors, {})
     more = {HEADER: ZEROS, **{key(name): value for name, value in digests.items()}}

@@ -82,12 +82,7 @@ class Shard:
 
 
 def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: int = 0) -> dict[str, FileEntry]:
-    """Write the files of a worker, or of another replica of it; returns when they are on the disk.
-
-    Raises:
-        OSError: they cannot be written.
-        Unwritable: the state has a value that is not plain.
-    """
+    """Write the files of a worker, or of another replica of it; returns when they are on the disk."""
     names = {p.name: p.names for p in plan.parameters} | {b.name: b.names for b in plan.buffers}
     answers = {b.name for b in plan.buffers if b.persistent and buffer_worker(b) == worker}
     model = {**shard.parameters, **{name: value for name, value in shard.buffers.items() if name in answers}}
@@ -151,9 +146,6 @@ Report = dict[str, Any]
 class CheckpointWriter:
     """Writes checkpoints: each process the shards of its workers into a folder, and one then makes it a checkpoint.
 
-    Args:
-        about: fields of the manifest about the run: `plan`, `run`, `versions`.
-
     Attributes:
         places: the workers and replicas that write files.
     """
@@ -177,11 +169,7 @@ class CheckpointWriter:
         return {"files": {name: asdict(entry) for name, entry in files.items()}}
 
     def complete(self, folder: Path, step: int, start: int, files: Mapping[str, FileEntry]) -> None:
-        """Make a checkpoint of the files that all have written into a folder.
-
-        Raises:
-            OSError: the index or the manifest cannot be written.
-        """
+        """Make a checkpoint of the files that all have written into a folder."""
         index = {INDEX: write_index(folder, self._plan)}
         manifest = Manifest(step, start, self._plan.workers, **self._about, files={**files, **index})
         write_bytes(folder / MANIFEST, manifest.to_json().encode())

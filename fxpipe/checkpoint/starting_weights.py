@@ -85,12 +85,7 @@ class Checkpoint:
         return Checkpoint(path, places, tuple(warnings), manifest)
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the rows that are in it, by first name, in the plan's dtype and layout.
-
-        Raises:
-            BuildError: a file cannot be read, or a tensor was changed.
-            CheckpointError: a file of a checkpoint of fxpipe was changed.
-        """
+        """Yield the rows that are in it, by first name, in the plan's dtype and layout."""
         by_file: dict[Path, list[tuple[str, Row]]] = {}
         for row in rows:
             if row.name in self.places:

@@ -19,21 +19,13 @@ from fxpipe.plan.spec import TensorSpec
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write tensors under their names; returns when they are on the disk.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write tensors under their names; returns when they are on the disk."""
     specs = [(name, TensorSpec(tuple(t.shape), t.stride(), str(t.dtype)[6:])) for name, t in tensors.items()]
     return write_bytes(path, header(specs), *map(bytes_of, tensors.values()))
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
-    """Write a file; returns when it is on the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file; returns when it is on the disk."""
     with ThreadPoolExecutor(1) as beside, path.open("wb") as file:
         digest = beside.submit(_digest, parts)
         for part in parts:
@@ -51,11 +43,7 @@ def _digest(parts: Sequence[bytes | memoryview]) -> str:
 
 
 class TensorFile:
-    """Reads single tensors of a safetensors file, each into its own memory.
-
-    Raises:
-        CheckpointError: it is not a safetensors file.
-    """
+    """Reads single tensors of a safetensors file, each into its own memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,11 +54,7 @@ class TensorFile:
             raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path), hint=OTHER) from error
 
     def __call__(self, name: str) -> Tensor:
-        """A tensor.
-
-        Raises:
-            CheckpointError: there is no tensor with this name.
-        """
+        """A tensor."""
         if name not in self.names:
             raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path), hint=OTHER)
         view: Tensor = self._file.get_tensor(name)

@@ -41,7 +41,9 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
 
     end = 3 * versions.schedule.filling + 4
     held = HeldInRow(versions.schedule, list(versions.schedule.until(worker, end)), {"": 1})
-    for (version, ahead), reads in _reads(policy, versions, worker, end).items():
+    for place, action in enumerate(held.row):
+        held.read((worker, *sight(policy, versions, action, worker)), ("",), place)
+    for (_, version, ahead), reads in held.reads.items():
         held.own(version, ahead, reads)
     return max(held.totals())
 
@@ -71,13 +73,8 @@ def predictions(policy: Policy, schedule: Schedule, worker: int) -> int:
     Actions that see the same version, predicted equally far, share one prediction.
     """
     versions, late = own_versions(schedule, worker), 3 * schedule.filling + 4
-    before, after = (_reads(policy, versions, worker, end) for end in (late, late + 1))
+    before, after = (
+        {sight(policy, versions, action, worker) for action in versions.schedule.until(worker, end)}
+        for end in (late, late + 1)
+    )
     return sum(ahead > 0 for _, ahead in after) - sum(ahead > 0 for _, ahead in before)
-
-
-def _reads(policy: Policy, versions: Versions, worker: int, end: int) -> dict[tuple[int, int], dict[str, list[int]]]:
-    """By version and prediction distance, where the minibatches before the end read the worker's own weights."""
-    reads: dict[tuple[int, int], dict[str, list[int]]] = {}
-    for place, action in enumerate(versions.schedule.until(worker, end)):
-        reads.setdefault(sight(policy, versions, action, worker), {}).setdefault("", [place, place])[1] = place
-    return reads

@@ -17,7 +17,9 @@ from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import LOOKAHEAD, Action
 from fxpipe.schedule.base import Schedule
 
-_Key = tuple[int, int, int]  # owner, version, ahead
+Key = tuple[int, int, int]
+"""Owner, version, and how far ahead it is predicted."""
+
 Reads = dict[str, list[int]]
 """By name, the places in a row of the first and the last action that read a weight."""
 
@@ -46,14 +48,23 @@ class HeldInRow:
     """Intervals of places, [first, end), in which a worker holds weights of so many bytes, by name.
 
     Each action of its row has two places: while its code runs, and after that.
+
+    Attributes:
+        reads: what actions read, by key.
     """
 
     def __init__(self, schedule: Schedule, row: Sequence[Action], sizes: Mapping[str, int]) -> None:
         updated = ((schedule.updated_by(action), place) for place, action in enumerate(row))
         self.updates = {minibatch: place for minibatch, place in updated if minibatch is not None}
         self.row, self._bytes = row, sizes
+        self.reads: dict[Key, Reads] = defaultdict(dict)
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
+
+    def read(self, key: Key, names: Iterable[str], place: int) -> None:
+        """An action reads these weights."""
+        for name in names:
+            self.reads[key].setdefault(name, [place, place])[1] = place
 
     def own(self, version: int, ahead: int, reads: Reads) -> None:
         """Hold what is read of a version of the worker's own weights."""
@@ -101,7 +112,11 @@ class _WeightsOfRow(HeldInRow):
 
     def all(self) -> list[HeldWeights]:
         """The row's."""
-        for key, reads in self._reads().items():
+        for place, action in enumerate(self.row):
+            for part, reading in self._readings(action):
+                version = self.demand.version(reading, part, 0)
+                self.read((reading.owner, version, self.demand.ahead(reading, part, version)), reading.names, place)
+        for key, reads in self.reads.items():
             if key[0] == self.worker:
                 self.own(*key[1:], reads)
             else:
@@ -111,24 +126,13 @@ class _WeightsOfRow(HeldInRow):
         held, fixed = self.totals(), self._remembered()
         return [HeldWeights(fixed + held[2 * i], fixed + held[2 * i + 1], sent) for i, sent in enumerate(self._sent)]
 
-    def _reads(self) -> dict[_Key, Reads]:
-        """For each key that is read and each name, the places of the first and the last action that read it."""
-        reads: dict[_Key, Reads] = defaultdict(dict)
-        for place, action in enumerate(self.row):
-            for part, reading in self._readings(action):
-                version = self.demand.version(reading, part, 0)
-                names = reads[reading.owner, version, self.demand.ahead(reading, part, version)]
-                for name in reading.names:
-                    names.setdefault(name, [place, place])[1] = place
-        return reads
-
     def _readings(self, action: Action) -> Iterable[tuple[Action, WeightReads]]:
         for phase in self.demand.plan.stages[self.worker].parts:
             if self.demand.schedule.runs_in(phase) == action.phase:
                 for reading in self.demand.readings(self.worker, phase):
                     yield replace(action, phase=phase), reading
 
-    def _weight_copy(self, key: _Key, reads: Reads) -> None:
+    def _weight_copy(self, key: Key, reads: Reads) -> None:
         owner, version, ahead = key
         last = max(end for _, end in reads.values())
         if version == 0:

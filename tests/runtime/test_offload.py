@@ -45,12 +45,14 @@ def offloading(build: Build, **options: Any) -> tuple[Any, list[int]]:
     pipeline = build.local(optimizer=optimizer, **options)
     most = [0] * build.plan.workers
     for executor in pipeline.executors:
-        executor.offload = Offload("cpu", least=1)
+        executor.saved = saved = Offload("cpu", least=1)
         run = executor.execute
 
-        def watched(action: Action, leaves: Any = None, executor: Executor = executor, run: Any = run) -> Any:
+        def watched(
+            action: Action, leaves: Any = None, executor: Executor = executor, saved: Offload = saved, run: Any = run
+        ) -> Any:
             result = run(action, leaves)
-            away = sum(isinstance(left.values, Away) for left in executor._left.values())
+            away = sum(isinstance(values, Away) for values, _ in saved._left.values())
             most[executor.worker] = max(most[executor.worker], away)
             return result
 
@@ -73,10 +75,12 @@ def test_what_is_next_comes_back_during_the_action_before() -> None:
     offload, saved = Offload("cpu", least=1), [torch.ones(4)]
     first, second, third = Action("F", 0, 0), Action("F", 0, 1), Action("F", 0, 2)
     offload.next_actions.extend([Action("B", 0, 0), second])
-    assert offload.set_aside(saved, first) is saved, "its backward is next"
+    offload.put(first, saved, set())
+    assert offload.take(first)[0] is saved, "its backward is next"
     offload.next_actions.clear()
     offload.next_actions.extend([second, third, Action("B", 0, 0)])
-    away = offload.set_aside(saved, first)
+    offload.put(first, saved, set())
+    away: Any = offload._left[0, 0][0]
     assert isinstance(away, Away)
     offload.begins(second)
     assert not away.back, "a forward is next"

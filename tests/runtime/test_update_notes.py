@@ -15,6 +15,7 @@ from torch import Tensor
 import fxpipe as fxp
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.wired import WiredTransport
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 
 FOUR = {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3)}
 
@@ -60,7 +61,7 @@ def test_scaling_shares_them(told: Counter[str], clip_norm: float | None) -> Non
     pipeline = build.local(optimizer=sgd, clip_norm=clip_norm, loss_scale=1024.0)
     pipeline.run(overflowing.batches(5, 0, {1: [2], 3: [0]}))
     assert told == {"up": 10, "down": 10}
-    scalers = [executor.scaler for executor in pipeline.executors]
+    scalers = [executor.store.part(LossScaler) for executor in pipeline.executors]
     assert [scaler.scale.skipped for scaler in scalers if scaler is not None] == [2] * 3, "wherever it overflows"
     if clip_norm is not None:
         unscaled = torch.nn.utils.get_total_norm(pipeline.gradients().values())

@@ -131,17 +131,15 @@ class ThreadedRun:
 class _Evaluating(Observer):
     """Evaluates where it is due, once."""
 
-    def __init__(
-        self, run: ThreadedRun, executors: list[Executor], evaluation: DistributedEvaluation, end: int
-    ) -> None:
-        self.run, self.executors, self.evaluation, self.last, self.end = run, executors, evaluation, 0, end
+    def __init__(self, run: ThreadedRun, kept: list[BuffersKept], evaluation: DistributedEvaluation, end: int) -> None:
+        self.run, self.kept, self.evaluation, self.last, self.end = run, kept, evaluation, 0, end
 
     def between(self, executors: Sequence[Executor]) -> None:
         version = executors[0].store.version
         if version == self.last or not 0 < version < self.end:
             return
         self.last = version
-        metrics = self.evaluation.run([executor.state(version) for executor in self.executors])
+        metrics = self.evaluation.run([buffers.state(version) for buffers in self.kept])
         assert not any(evaluator.transport._posted for evaluator in self.evaluation.evaluators.values())
         if metrics:
             self.run.evaluations.append((version, metrics))
@@ -217,12 +215,11 @@ def run_in_threads(
             of_worker[worker] = own[-1]
         evaluations.append(None)
         if evaluated is not None:
-            for executor in own:
-                executor.observers.append(BuffersKept(executor, lambda version: 0 < version < len(data)))
+            kept = [BuffersKept(executor, lambda version: 0 < version < len(data)) for executor in own]
             source = EvaluationData(plan, lambda: evaluated, 0, task) if rank == 0 else None
             line = ProcessLine.of(plan, rank)
             evaluation = DistributedEvaluation(own, str(folder), source, line)
-            evaluations[-1] = _Evaluating(run, own, evaluation, len(data))
+            evaluations[-1] = _Evaluating(run, kept, evaluation, len(data))
         for executor in own:
             executor.store.begin(0, len(data))
         threads.append(threading.Thread(target=work, args=(rank,)))

@@ -56,9 +56,6 @@ class Checkpoints(Observer):
         asked: whether this process was asked to stop the run, after one more.
         observers: are called for each checkpoint.
         then: decides, in worker 0's process, what follows the last checkpoint, given whether it was written.
-
-    Raises:
-        CheckpointError: there is no output folder for them.
     """
 
     def __init__(
@@ -138,11 +135,6 @@ class ShardWriter:
     """Writes the shards of this process's workers, and on worker 0 makes checkpoints of all shards.
 
     A checkpoint that cannot be written is given up with a warning; training goes on, earlier checkpoints stay.
-
-    Args:
-        whole: whether this process has worker 0.
-        keep: how many checkpoints stay.
-        observers, then: as of `Checkpoints`.
     """
 
     def __init__(

@@ -27,15 +27,21 @@ from fxpipe.schedule.action import Action
 
 
 class BuffersKept(Observer):
-    """Keeps the buffers that an evaluation during training reads: later forwards replace them."""
+    """Keeps the buffers that an evaluation of a worker during training reads: later forwards replace them."""
 
     def __init__(self, executor: Executor, due: Due) -> None:
         self._executor, self._due = executor, due
+        self._kept: dict[int, dict[str, Tensor]] = {}  # by version, as the minibatch of that number read them
+        executor.observers.append(self)
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; if its version is yet to come, it is evaluated later."""
         if minibatch > self._executor.store.version and self._due(minibatch):
-            self._executor.kept[minibatch] = dict(self._executor.buffers)
+            self._kept[minibatch] = dict(self._executor.buffers)
+
+    def state(self, version: int) -> dict[str, Tensor]:
+        """What the evaluation reads: the parameters, live, and the buffers, which are kept no longer."""
+        return {**self._executor.state(version), **self._kept.pop(version, {})}
 
 
 class WorkerEvaluations(Observer):
@@ -58,9 +64,8 @@ class WorkerEvaluations(Observer):
         self._evaluated = rows.step
         self._record: Record | None = None
         self._newest: tuple[int, dict[str, float]] = -1, {}  # the version that was evaluated last, its metrics
-        if evaluation is not None:
-            for executor in rows.executors:
-                executor.observers.append(BuffersKept(executor, consequences.due))
+        evaluated = () if evaluation is None else rows.executors
+        self._buffers = [BuffersKept(executor, consequences.due) for executor in evaluated]
 
     def begin(self, record: Record | None) -> None:
         """Called by all workers before training begins, with worker 0's record: apply what earlier evaluations of the
@@ -119,7 +124,7 @@ class WorkerEvaluations(Observer):
         for watch in watches:
             watch.open("evaluate")
         job.world.pulse.phase = "evaluating"
-        states = [executor.state(version) for executor in executors]
+        states = [buffers.state(version) for buffers in self._buffers]
         if self._hooked is not None:
             self._hooked.into(version, states)
         metrics = self.evaluation.run(states)
@@ -147,14 +152,14 @@ class WorkerEvaluations(Observer):
     def last(self, summary: RunJson | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Evaluate the trained weights, which have been written, and their averages, if there are any, for worker 0's
         summary."""
-        record, out, total, executors = self._record, self._job.out, self.consequences.end, self._rows.executors
+        record, out, total = self._record, self._job.out, self.consequences.end
         if self.evaluation is None:
             return
         begin = perf_counter()
         self._job.world.pulse.phase = "evaluating"
         (version, metrics), best = self._newest, False
         if version < total:  # else this evaluation has ended the run
-            states = [executor.state(total) for executor in executors]
+            states = [buffers.state(total) for buffers in self._buffers]
             with weights_are_safe(out):
                 metrics = self.evaluation.run(states)
             best = self._follow(total, states, metrics)
@@ -164,7 +169,8 @@ class WorkerEvaluations(Observer):
             summary.evaluated(metrics)
         if averages is not None:
             with weights_are_safe(out):
-                metrics = self._evaluate_averages(total, [executor.state(total) for executor in executors], averages)
+                states = [buffers.state(total) for buffers in self._buffers]
+                metrics = self._evaluate_averages(total, states, averages)
             if summary is not None:
                 summary.averages_evaluated(metrics)
 

@@ -42,9 +42,6 @@ LOOK = 0.05
 def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[[], bool] = lambda: False) -> bool:
     """Wait while checkpoints of an output folder are being written.
 
-    Args:
-        writes: whether this process still has something to write.
-
     Returns:
         Whether there were any.
     """

@@ -33,6 +33,7 @@ from fxpipe.runtime.wires.exchange import agreeing, barrier, gathered
 from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import averages_of, copies
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.staleness import StalenessLog
 
 LOOP = "code between the steps"
@@ -420,13 +421,13 @@ class Pipeline:
 
         It is what the first worker here knows: with several processes, all know the same after `flush`.
         """
-        scaler = self.executors[0].scaler
+        scaler = self.executors[0].store.part(LossScaler)
         return None if scaler is None else scaler.scale.value
 
     @property
     def skipped_steps(self) -> int:
         """How many steps made no update because gradients overflowed; 0 without loss scaling. See `loss_scale`."""
-        scaler = self.executors[0].scaler
+        scaler = self.executors[0].store.part(LossScaler)
         return 0 if scaler is None else scaler.scale.skipped
 
     def _settled(self, what: str) -> None:

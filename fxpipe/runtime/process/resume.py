@@ -70,9 +70,6 @@ class Resumed:
         separately, that is all but the position in the data and the decisions. New replicas take the first one's.
 
         `Checkpoint` reads and compares the model's files.
-
-        Raises:
-            CheckpointError: files are damaged.
         """
         from fxpipe.checkpoint.shard import Shard, replicas_in
 
@@ -185,11 +182,7 @@ def step_before(options: PipelineOptions) -> int:
 
 
 def check_length(resumed: Resumed | None, total: int) -> None:
-    """Refuse to go on with a run that has already made more steps than it should have in all.
-
-    Raises:
-        CheckpointError: it has.
-    """
+    """Refuse to go on with a run that has already made more steps than it should have in all."""
     if resumed is not None and resumed.step > total:
         raise CheckpointError(
             f"the checkpoint is of step {resumed.step}, but the run should have {total} steps in all",
@@ -227,11 +220,7 @@ def _newest(shelf: Shelf | None) -> tuple[Path, Manifest]:
 
 
 def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Checkpoint | None) -> Resumed | None:
-    """The checkpoint that `resumed_options` found; None if the run begins anew.
-
-    Args:
-        checkpoint: the weights that the run starts from; if it goes on, the checkpoint's.
-    """
+    """The checkpoint that `resumed_options` found; None if the run begins anew."""
     if options.resume is None:
         return None
     assert checkpoint is not None, "a run goes on with the weights of its checkpoint"
@@ -302,11 +291,7 @@ def _placed(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tenso
 def restore(
     plan: Plan, executors: Sequence[Executor], resumed: Resumed, read: list[list[Shard]] | None = None
 ) -> list[list[Shard]]:
-    """Restore each worker's state from the checkpoint, except what is in flight; return its shards.
-
-    Args:
-        read: the shards, if they have been read.
-    """
+    """Restore each worker's state from the checkpoint, except what is in flight; return its shards."""
     if read is None:
         read = [resumed.shards(executor.worker, executor.replica) for executor in executors]
     for executor, shards in zip(executors, read, strict=True):

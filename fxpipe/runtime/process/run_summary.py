@@ -32,7 +32,7 @@ from fxpipe.runtime.process.resume import Resumed, say_resumed
 from fxpipe.runtime.worker.averages import Averages
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import warn_of_little_room
-from fxpipe.runtime.worker.loss_scaler import Scale
+from fxpipe.runtime.worker.loss_scaler import LossScaler, Scale
 from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.settings import read
@@ -98,7 +98,8 @@ class WorkerResult:
             staleness=UNSET if log is None else log.summary(),
             **more,
         )
-        return WorkerResult(row, NotFinite.of(executor), None if executor.scaler is None else executor.scaler.scale)
+        scaler = executor.store.part(LossScaler)
+        return WorkerResult(row, NotFinite.of(executor), None if scaler is None else scaler.scale)
 
 
 def watch_peak(device: torch.device) -> None:

@@ -28,6 +28,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
@@ -97,6 +98,7 @@ def train(
     """
     of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
     first = executors[0]
+    scaler = first.store.part(LossScaler)
     together = len(executors) > 1 and first.schedule.synchronous
     remote_loss = plan.loss_worker != 0
     leaves: list[tuple[Any, ...]] = []
@@ -106,7 +108,7 @@ def train(
     version = first.store.version
 
     def report_of(minibatch: int) -> None:
-        updater, scaled = first.store.updater, None if first.scaler is None else first.scaler.last
+        updater, scaled = first.store.updater, None if scaler is None else scaler.last
         numbers = ToCpu(transports[0].recv_loss(minibatch)) if remote_loss else losses.pop(minibatch)
         if report is not None:
             report(EndedStep(minibatch, numbers, plan.metrics, updater.lr, first.store.norm, scaled))

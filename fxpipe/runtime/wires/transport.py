@@ -95,8 +95,8 @@ class EdgeComm:
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
         memories: by edge of a gradient, what its codec remembers from one message to the next.
-        reduce: takes the name of a bucket and a microbatch's gradients, to add them up over microbatches and replicas;
-            None if the worker has no replicas.
+        reduce: takes the name of a bucket, a minibatch, a microbatch and its gradients, to add them up over
+            microbatches and replicas; None if the worker has no replicas.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class EdgeComm:
         self._minibatch = 0
         self._microbatch = 0
         self.sent: set[int] = set()
-        self.reduce: Callable[[str, Sequence[torch.Tensor | None]], None] | None = None
+        self.reduce: Callable[[str, int, int, Sequence[torch.Tensor | None]], None] | None = None
 
     @property
     def edges(self) -> set[str]:
@@ -184,7 +184,7 @@ class EdgeComm:
                 f"the stage sums the gradients of {name} over replicas, and this worker has none",
                 hint="compile the model again: fxpipe compile MODEL -o BUILD",
             )
-        self.reduce(name, gradients)
+        self.reduce(name, self._minibatch, self._microbatch, gradients)
 
     def reduce_scatter(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
         """As `all_reduce`, but each replica receives only its own part of the sums.

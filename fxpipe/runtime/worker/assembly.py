@@ -65,7 +65,8 @@ def open_worker(
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
     setting.buffers |= {b.name: tensors.pop(b.name) for b in buffers}
     executor = Executor(setting, stages, WeightStore(setting, transport, tensors), transport)
-    executor.offload = Offload(device) if options.offload else None
+    if options.offload:
+        executor.saved = Offload(device)
     executor.resets = BuffersReset(plan, task.reset, options.seed) if task.resets else None
     return executor
 
@@ -78,11 +79,7 @@ def on_engines(
     options: PipelineOptions,
     device: torch.device | str,
 ) -> LoadedStage:
-    """A stage for one shape of batch on the engines that the options or the plan name.
-
-    Raises:
-        BackendError: an engine is not available, or cannot run the stage.
-    """
+    """A stage for one shape of batch on the engines that the options or the plan name."""
     engines = engines_of(of_shape, worker, options.backend)
     return equip(of_shape, worker, stage, engines, Path(folder) / ENGINES, str(device))
 

@@ -24,11 +24,7 @@ class Averages(UpdatePart):
 
     @classmethod
     def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
-        """The averages that a run asks for. All workers of a run get the same kind.
-
-        Raises:
-            FxpipeError: the run asks for two averages.
-        """
+        """The averages that a run asks for. All workers of a run get the same kind."""
         if setting.options.ema is not None and setting.task.averages:
             raise FxpipeError(
                 "two averages of the weights are asked for: by --ema and by averaged()",
@@ -85,11 +81,7 @@ class KeptByOptimizer(Averages):
         self._task, self._trained, self._optimizer = setting.task, setting.trained, setting.optimizer
 
     def read(self) -> dict[str, Tensor]:
-        """Copies of the averages, each with the shape and memory layout of its parameter.
-
-        Raises:
-            TaskError: the hook failed, or returned something else.
-        """
+        """Copies of the averages, each with the shape and memory layout of its parameter."""
         if self._optimizer is None:
             return {}
         with torch.no_grad(), _put_back(self._trained.values()):

@@ -42,9 +42,6 @@ Due = Callable[[int], bool]
 class Captures(Observer):
     """Follows a worker, and takes its shards of the checkpoints that are due.
 
-    Args:
-        past, sent: of the shard that the run resumes from; the next checkpoints may need some of it again.
-
     Attributes:
         reach: how many updates back the minibatches in flight read this worker's weights.
     """

@@ -1,4 +1,4 @@
-"""Clips by the norm of all workers' gradients; workers exchange their norms by `update_notes`."""
+"""Clips by the norm of all workers' gradients; workers exchange their norms by `UpdateNotes`."""
 
 from __future__ import annotations
 

@@ -12,29 +12,17 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import FUNCTIONS, PHASES, Phase, Plan
+from fxpipe.plan.spec import FUNCTIONS, Plan
 from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.between_replicas import BetweenReplicas
-from fxpipe.runtime.worker.loss_scaler import LossScaler
-from fxpipe.runtime.worker.offload import Away, Offload
+from fxpipe.runtime.worker.between_replicas import OneReplica
+from fxpipe.runtime.worker.offload import SavedValues
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.runtime.worker.stage_code import StageOfShape, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
 from fxpipe.stages.loaded import LoadedStage, explained
 from fxpipe.task.reset_buffers import BuffersReset
-
-
-class _Left(NamedTuple):
-    """What a part of a stage leaves for the next part of the same microbatch.
-
-    Attributes:
-        values: saved or deferred; the code that takes them empties the list. Or their offloaded form.
-        taken: the memory (storage addresses) of weights and sent values, which gradients must not overwrite.
-    """
-
-    values: list[Any] | Away
-    taken: set[int]
 
 
 class MinibatchLoss(NamedTuple):
@@ -49,55 +37,40 @@ class Executor:
 
     Random parts seed torch from the run's seed and the action, so that random numbers do not depend on what ran before.
 
-    Args:
-        stages: the worker's, one for each shape of batch.
-
     Attributes:
-        schedule: of the run.
         watch: where the worker's time goes.
         shape_of: gives the index of the shape of a minibatch.
-        observers: what follows this worker; the list is its store's.
+        observers: what follows this worker; the list is its setting's.
         as_read: followed buffers of minibatches in flight, as their forwards read them (see `StateOfHooks`).
-        kept: buffers that `state` will return, by version, as the minibatch of that number read them (see
-            `BuffersKept`).
-        scaler: gives the scale of the loss; None where it is not scaled.
         resets: the hook `reset(model)`; None without it.
-        offload: moves saved values to the CPU until their backward; None leaves them on the device.
-        replica: which replica of the worker this is.
-        between: what its replicas exchange in addition to gradients; None if there is only one.
+        saved: what actions leave for later ones of the same microbatch.
     """
 
     def __init__(
         self, setting: WorkerSetting, stages: Sequence[LoadedStage], store: WeightStore, transport: Transport
     ) -> None:
         plan = setting.plan
-        self.setting = setting
-        self.worker = setting.worker
-        self.replica = setting.replica
-        self.store = store
-        self.observers = setting.observers
-        self.buffers = setting.buffers
-        self.transport = transport
-        self.device = setting.device
+        self.setting, self.worker, self.replica = setting, setting.worker, setting.replica
+        self.store, self.transport = store, transport
+        self.observers, self.buffers, self.device = setting.observers, setting.buffers, setting.device
         self.watch = transport.watch = Watch(self.device)
         if setting.collective is not None:
             setting.collective.watch = self.watch
-        self.schedule = store.demand.schedule
-        self._last = self.schedule.microbatches - 1
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
-        self.scaler = store.part(LossScaler)
         self._stages: list[StageOfShape] = []
-        self._phases: list[dict[Phase, tuple[Phase, ...]]] = []  # by shape and phase: the parts that an action runs
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
             self.add(of_shape, stage)
-        self._left: dict[tuple[int, int], _Left] = {}
-        self._now = Action("F", 0)
-        self._loss: Tensor | None = None
+        self.saved = SavedValues()
         self.resets: BuffersReset | None = None
-        self.offload: Offload | None = None
         self.as_read: dict[int, dict[str, Tensor]] = {}
-        self.kept: dict[int, dict[str, Tensor]] = {}
-        self.between = store.part(BetweenReplicas)
+        between = store.part(OneReplica)
+        assert between is not None
+        self._between = between
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the run."""
+        return self.store.demand.schedule
 
     @property
     def stages(self) -> list[LoadedStage]:
@@ -111,21 +84,15 @@ class Executor:
 
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """Add a shape of batch, for which the transport already has messages."""
-        plan, seed = self.setting.plan, self.setting.options.seed
-        added = StageOfShape(of_shape, self.worker, stage, self.transport, plan, seed, self.replica)
+        added = StageOfShape(of_shape, stage, self.transport, self.setting)
         if self.setting.collective is not None:
             added.comm.reduce = self._reduce
         self._stages.append(added)
-        runs_in = self.schedule.runs_in
-        self._phases.append({p: tuple(each for each in added.parts if runs_in(each) == p) for p in PHASES})
-        if self.scaler is not None:
-            self.scaler.add(of_shape)
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
         stage = self._stage(action)
-        if self.offload is not None:
-            self.offload.next_actions.append(action)
+        self.saved.expect(action)
         for part in self._parts(action):
             for edge in stage.incoming[part.phase]:
                 self.transport.expect(edge, action.minibatch, action.microbatch)
@@ -133,30 +100,21 @@ class Executor:
 
     def leave_out(self, action: Action) -> None:
         """The action will not run: forget what only this action would have read."""
-        if self.offload is not None:
-            self.offload.leave(action)
+        self.saved.leave_out(action)
         for part in self._parts(action):
             self.store.versions.release(part)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> MinibatchLoss | None:
         """Run one action, and begin the update that is part of it, if one is (`WeightStore.updated_by`).
 
-        Args:
-            leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
-
         Returns:
             On the loss worker, after the last F of a minibatch: its loss (float32, see `Plan.loss_of_microbatches`),
             followed by its metrics (`Plan.metrics`). Where replicas sum their losses, `settle` returns it instead.
-
-        Raises:
-            RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
         stage = self._stage(action)
-        if self.offload is not None:
-            self.offload.begins(action)
+        self.saved.begins(action)
         stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
-        self._now = action
         result: MinibatchLoss | None = None
         self.watch.open(action.phase)
         with torch.no_grad():
@@ -219,21 +177,17 @@ class Executor:
         with torch.no_grad():
             minibatch = self.store.settle()
         self.watch.close()
-        loss = None if self.between is None else self.between.losses.pop(minibatch, None)
+        loss = self._between.losses.pop(minibatch, None)
         return None if loss is None else MinibatchLoss(minibatch, loss)
 
     def await_losses(self) -> list[MinibatchLoss]:
         """Wait for the losses, summed over replicas, of minibatches whose updates are still to come."""
-        return [] if self.between is None else [MinibatchLoss(*each) for each in self.between.take_losses().items()]
+        return [MinibatchLoss(*each) for each in self._between.take_losses().items()]
 
     def state(self, version: int) -> dict[str, Tensor]:
-        """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
-
-        An evaluation after `version` updates reads them. Kept buffers are returned once, then forgotten.
-        """
+        """The parameters it owns, live, and its buffers, which an evaluation after `version` updates reads."""
         self.take_buffers(version)
-        own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
-        return {**own, **self.buffers, **self.kept.pop(version, {})}
+        return {**{name: parameter.detach() for name, parameter in self.store.parameters.items()}, **self.buffers}
 
     def codec_memories(self) -> dict[str, dict[str, Tensor]]:
         """By edge, what codecs remember of the gradients that were sent; codecs replace these tensors, never write to
@@ -260,11 +214,7 @@ class Executor:
 
     def reset(self) -> None:
         """Forget what an interrupted segment left."""
-        self._left.clear()
-        if self.offload is not None:
-            self.offload.next_actions.clear()
-        self.kept.clear()
-        self._loss = None
+        self.saved.clear()
         for part in self.store.parts:
             part.reset()
 
@@ -272,9 +222,9 @@ class Executor:
         return self._stages[self.shape_of(action.minibatch)]
 
     def _parts(self, action: Action) -> list[Action]:
-        """One action for each part that an action runs: if the schedule has no W, B runs weight gradients too."""
-        phases = self._phases[self.shape_of(action.minibatch)][action.phase]
-        return [action] if phases == (action.phase,) else [replace(action, phase=phase) for phase in phases]
+        """One action for each part that an action runs."""
+        phases = self._stage(action).run_in[action.phase]
+        return [action] if phases == [action.phase] else [replace(action, phase=phase) for phase in phases]
 
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.parts["F"]
@@ -287,8 +237,8 @@ class Executor:
             self.store.notes.forward(action.minibatch)
         weights = stage.weights("F", self.store.versions.read(action))
         buffers = self._read(stage.buffers["F"], action)
-        if leaves is not None and self.scaler is not None:
-            leaves = self.scaler.leaves(leaves, self.shape_of(action.minibatch), self.device)
+        for update in self.store.parts if leaves is not None else ():
+            leaves = update.leaves(leaves, stage.step)
         batch = tuple([leaves[i] for i in stage.batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)
@@ -298,12 +248,12 @@ class Executor:
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
-        if self.between is not None and action.microbatch == self._last and self.between.meets(action.minibatch):
-            self.between.hand_out_buffers(stage.updates, action.minibatch)
-        values = saved if self.offload is None else self.offload.set_aside(saved, action)
-        self._left[action.minibatch, action.microbatch] = _Left(values, set())
+        last = self._is_last(action.microbatch)
+        if last:
+            self._between.hand_out_buffers(stage.updates, action.minibatch)
+        self.saved.put(action, saved, set())
         self.store.versions.release(action)
-        return self._add_loss(loss, action) if part.loss else None
+        return self._between.add_loss(action.minibatch, loss, last) if part.loss else None
 
     def _read(self, names: Sequence[str], action: Action) -> tuple[Tensor, ...]:
         """Buffers, as the minibatch reads them."""
@@ -314,52 +264,39 @@ class Executor:
 
     def _run_later(self, stage: StageOfShape, action: Action) -> None:
         """The backward or the weight gradients of a microbatch."""
-        phase, key = action.phase, (action.minibatch, action.microbatch)
+        phase = action.phase
         part, makes_gradients = stage.parts[phase], phase == stage.last
         weights = stage.weights(phase, self.store.versions.read(action))
         buffers = self._read(stage.buffers[phase], action)
-        values, taken = self._left.pop(key)
-        if isinstance(values, Away):
-            assert self.offload is not None
-            values = self.offload.back(values)
+        values, taken = self.saved.take(action)
         if part.random:
             self._reseed(action)
         with self._explained(stage, action):
-            made = stage.code.functions[phase](weights, buffers, values, stage.comm)
+            results = stage.code.functions[phase](weights, buffers, values, stage.comm)
             if makes_gradients:
-                self._check(len(made), len(part.gradients), "gradients")
+                self._check(len(results), len(part.gradients), "gradients")
             else:
-                self._check(len(made), len(part.deferred), "deferred values")
+                self._check(len(results), len(part.deferred), "deferred values")
         del weights, values
         taken = taken | stage.comm.sent
         if makes_gradients:
-            self.store.add(phase, stage.gradients(made), taken)
+            self.store.add(phase, stage.gradients(results), taken)
         else:
-            self._left[key] = _Left(list(made), taken | self.store.versions.storages(phase))
-        del made
+            self.saved.put(action, list(results), taken | self.store.versions.storages(phase))
+        del results
         self.store.versions.release(action)
 
-    def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
-        loss = loss.detach().float()
-        self._loss = loss if self._loss is None else self._loss + loss
-        if action.microbatch < self._last:
-            return None
-        total, self._loss = self._loss, None
-        if self.between is not None and self.setting.plan.outer is None:  # with outer steps each has its own loss
-            self.between.add_loss(action.minibatch, total)
-            return None
-        divisor = self.setting.plan.loss_divisor
-        return total / divisor if divisor > 1 else total
+    def _is_last(self, microbatch: int) -> bool:
+        return microbatch + 1 == self.schedule.microbatches
 
-    def _reduce(self, bucket: str, gradients: Sequence[Tensor | None]) -> None:
+    def _reduce(self, bucket: str, minibatch: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """The code has made a bucket's gradients: if of the last microbatch, the sums of this replica are complete."""
-        if self._now.microbatch == self._last:
-            self.store.reduce(bucket, self._now.minibatch, gradients)
+        if self._is_last(microbatch):
+            self.store.reduce(bucket, minibatch, gradients)
 
     def take_buffers(self, minibatch: int) -> None:
         """Before a minibatch, receive the replicas' common buffers, if the minibatch before changed them."""
-        if self.between is not None:
-            self.between.take_buffers(minibatch)
+        self._between.take_buffers(minibatch)
 
     def _reseed(self, action: Action) -> None:
         microbatch = self.setting.plan.microbatch(action.microbatch, self.worker, self.replica)
@@ -371,6 +308,6 @@ class Executor:
 
         return explained(stage.code.path, self.worker, what, "use more workers, smaller batches or more microbatches")
 
-    def _check(self, found: int, expected: int, what: str) -> None:
-        if found != expected:
-            raise ValueError(f"returned {found} {what}, the plan has {expected}")
+    def _check(self, count: int, expected: int, what: str) -> None:
+        if count != expected:
+            raise ValueError(f"returned {count} {what}, the plan has {expected}")

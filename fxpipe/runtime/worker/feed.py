@@ -66,11 +66,7 @@ class Feed(Observer):
         self.steps_per_epoch: int | None = None
 
     def epoch(self) -> int:
-        """How many batches an epoch has: the length of the data, or, if they have no length, counted once.
-
-        Raises:
-            TaskError: the data are empty; or have no length, and counting them takes too long.
-        """
+        """How many batches an epoch has: the length of the data, or, if they have no length, counted once."""
         if self.length is None:
             with random_state_kept():
                 set_torch_state(self._state)
@@ -88,9 +84,6 @@ class Feed(Observer):
 
         Args:
             marked: `mark` will be called for the batches before this one.
-
-        Raises:
-            TaskError: the data are empty, or reading them failed.
         """
         with self._own_random():
             if marked and self._given > self._handed:
@@ -103,9 +96,6 @@ class Feed(Observer):
         Args:
             mark: what `mark` returned there. Without it, the batches are read again and dropped; after some seconds a
                 message says so.
-
-        Raises:
-            TaskError: the data are empty, or reading them failed.
         """
         if mark is not None:
             self._load(batches, mark)
@@ -264,11 +254,7 @@ OF_EPOCHS = ("eval_every", "checkpoint_every")
 
 
 def in_steps(options: Options) -> Options:
-    """The options with `epoch` replaced by a number of steps.
-
-    Raises:
-        TaskError: the length of an epoch is unknown.
-    """
+    """The options with `epoch` replaced by a number of steps."""
     named = [name for name in OF_EPOCHS if getattr(options, name, None) == EPOCH]
     if not named:
         return options
@@ -281,14 +267,7 @@ def in_steps(options: Options) -> Options:
 
 
 def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | None]:
-    """How many minibatches a run has, and how many an epoch has, if an option says `epoch`; counted in the data.
-
-    Args:
-        epochs: the length of an epoch is needed for something else, too.
-
-    Raises:
-        TaskError: the data are empty; or have no length, and counting them takes too long.
-    """
+    """How many minibatches a run has, and how many an epoch has, if an option says `epoch`; counted in the data."""
     total, per_epoch = options.steps, options.steps_per_epoch
     if total is None:
         total = (feed.epoch() if per_epoch is None else per_epoch) * (1 if options.epochs is None else options.epochs)
@@ -297,12 +276,7 @@ def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | N
 
 
 def agree_length(options: RunOptions, feed: Feed | None, epochs: bool) -> tuple[int, RunOptions]:
-    """How many minibatches the run has, and the options in steps; called by all workers.
-
-    Args:
-        feed: on worker 0.
-        epochs: as in `counted`.
-    """
+    """How many minibatches the run has, and the options in steps; called by all workers."""
     total, epoch = of_worker_0((0, None) if feed is None else counted(options, feed, epochs))
     return total, in_steps(dataclasses.replace(options, steps_per_epoch=epoch))
 

@@ -90,11 +90,7 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
 
 
 def warn_of_little_room(out: str | None, plan: Plan, averages: bool) -> None:
-    """Warn, before training, if the disk of `out` has less space than the trained weights need.
-
-    Args:
-        averages: averages of the weights are written, too.
-    """
+    """Warn, before training, if the disk of `out` has less space than the trained weights need."""
     if out is None:
         return
     names = [(tensor.spec, len(tensor.names)) for tensor in final_tensors(plan)]

@@ -90,11 +90,7 @@ class GradientSum:
 
 
 class Vector(Generic[Name]):
-    """Tensors of one dtype in one vector: one after the other, without gaps, each with the strides of its `Layout`.
-
-    Args:
-        specs: of all tensors that such vectors may have, by name.
-    """
+    """Tensors of one dtype in one vector: one after the other, without gaps, each with the strides of its `Layout`."""
 
     def __init__(self, specs: Mapping[Name, TensorSpec]) -> None:
         self._layouts = {name: Layout(spec) for name, spec in specs.items()}

@@ -78,11 +78,7 @@ def initial_weights(
 def read_tensors(
     path: str | Path, specs: Iterable[tuple[str, TensorSpec]], device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """Only the named tensors of a safetensors file, in the layout of the specs, each in its own memory.
-
-    Raises:
-        BuildError: the file is missing, or tensors are missing or have another shape or dtype (lists all).
-    """
+    """Only the named tensors of a safetensors file, in the layout of the specs, each in its own memory."""
     found: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
     try:
@@ -124,12 +120,6 @@ def initialised(
     """The initial values of some of a build's parameters, by first name, each in its own memory.
 
     The process's random state does not change.
-
-    Args:
-        make: returns the model that the build was compiled from.
-
-    Raises:
-        TaskError: the model's parameters differ from the plan's, or it cannot be made without values.
     """
     if not needed:
         return {}
@@ -254,10 +244,8 @@ class _Seeded(_Lineage):
 
     Draws for a parameter, into it or into a tensor made from it, are counted for that parameter alone. Their number
     depends on whether it has memory: without memory, torch's initialisers return at once; with it, some draw until a
-    value fits. All other draws are counted for the parameter that was made last.
-
-    Args:
-        names: of parameters, by the order in which they were made.
+    value fits. All other draws are counted for the parameter that was made last. `names` are of parameters, by the
+    order in which they were made.
     """
 
     def __init__(self, seed: int, names: Mapping[int, str]) -> None:

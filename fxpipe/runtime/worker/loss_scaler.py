@@ -1,6 +1,6 @@
 """Scales the loss under float16: `torch.amp.GradScaler` over all workers' gradients.
 
-Workers exchange whether gradients overflowed as they exchange norms (`update_notes`). So all make or skip the same
+Workers exchange whether gradients overflowed as they exchange norms (`UpdateNotes`). So all make or skip the same
 updates and have the same scale, which worker 0 knows when the next minibatch begins.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import Count
 from fxpipe.errors import NotFiniteError
 from fxpipe.observe.record import ScaledStep
-from fxpipe.plan.spec import LOSS_SCALE, Plan
+from fxpipe.plan.spec import LOSS_SCALE, StepSpec
 from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.schedule.loss_scaling import check_loss_scaling
@@ -77,33 +77,24 @@ class LossScaler(UpdatePart):
         self._parameters = list(setting.trained.values())
         self._interval = setting.options.loss_scale_interval
         self._divisor = setting.plan.loss_divisor
+        self._device = setting.device
         self._found = 0.0
-        self._places: list[int] = []
 
     @classmethod
     def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
-        """The loss scaler, if the build scales its loss.
-
-        Raises:
-            ScheduleError: the schedule has no flush.
-        """
+        """The loss scaler, if the build scales its loss."""
         check_loss_scaling(setting.recipe.schedule, setting.plan.autocast)
         if setting.plan.scales_loss:
             yield cls(setting)
 
-    def add(self, of_shape: Plan) -> None:
-        """Add a shape of batch."""
-        self._places.append([leaf.name for leaf in of_shape.step.batch].index(LOSS_SCALE))
-
-    def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
-        """The leaves of a microbatch, including the present scale.
+    def leaves(self, leaves: Sequence[Any], step: StepSpec) -> Sequence[Any]:
+        """With the present scale.
 
         The scale is divided here, not the sum of the microbatches' gradients: so no gradient is larger than in the
         backward of the whole batch, and their sum is the gradient of the scaled loss.
         """
-        made = list(given)
-        made[self._places[shape]] = torch.full((), self.scale.value / self._divisor, device=device)
-        return made
+        scale = torch.full((), self.scale.value / self._divisor, device=self._device)
+        return [scale if spec.name == LOSS_SCALE else leaf for spec, leaf in zip(step.batch, leaves, strict=True)]
 
     def state(self, version: int) -> Any:
         return vars(self.scale)

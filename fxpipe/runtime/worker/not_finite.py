@@ -21,6 +21,7 @@ from fxpipe.observe.pulse import Pulse
 from fxpipe.runtime.wires.board import Board
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 
 PATIENCE = 5.0
@@ -49,7 +50,8 @@ class NotFinite:
     def of(executor: Executor) -> NotFinite:
         """What a worker has now."""
         trained = executor.store.trained
-        clip = None if executor.scaler is not None else executor.store.part(Clip)  # scaled gradients may overflow
+        scaled = executor.store.part(LossScaler) is not None  # such gradients may overflow
+        clip = None if scaled else executor.store.part(Clip)
         minibatch, places = (None, []) if clip is None or clip.not_finite is None else clip.not_finite
         names = list(trained)
         weights = [name for name, weight in trained.items() if not is_finite(weight)]
@@ -70,10 +72,6 @@ class Inquiry:
 
     The others are blocked by receives that will never end, so no message can reach them: each process looks at the
     board after every beat of its pulse.
-
-    Args:
-        here: the processes that this one is, of so many `processes`.
-        executors: of the workers here.
     """
 
     def __init__(
@@ -131,14 +129,7 @@ class LossCheck(Observer):
 
 
 def check_weights(steps: int, found: Sequence[NotFinite]) -> None:
-    """Refuse to write weights that the last steps have made infinite or NaN.
-
-    Args:
-        found: what each worker found.
-
-    Raises:
-        NotFiniteError: some are not finite.
-    """
+    """Refuse to write weights that the last steps have made infinite or NaN."""
     if any(row.weights for row in found):
         raise NotFiniteError(
             f"after the last step, {steps}, weights are not finite: {_cause(found)}",
@@ -148,13 +139,7 @@ def check_weights(steps: int, found: Sequence[NotFinite]) -> None:
 
 
 def not_finite(minibatch: int, loss: float, worker: int, found: Sequence[NotFinite], workers: int) -> NotFiniteError:
-    """The error of a loss that is not finite.
-
-    Args:
-        worker: the loss worker.
-        found: what workers found; without those that did not answer in time.
-        workers: how many there are.
-    """
+    """The error of a loss that is not finite."""
     return NotFiniteError(
         f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}{_unknown(found, workers)}",
         hint="lower the learning rate, clip gradients (--clip-norm), or look at that batch; " + _KEEP_GOING,

@@ -1,4 +1,4 @@
-"""Moves saved values from a CUDA device to the CPU's memory until their backward."""
+"""What stages save until the backward of a microbatch: on the device, or meanwhile in the CPU's memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ LEAST_BYTES = 1 << 16
 
 
 def check_offload(device: torch.device | str) -> None:
-    """Refuse to offload from a device that is not a CUDA device.
-
-    Raises:
-        RunError: its memory is the CPU's memory.
-    """
+    """Refuse to offload from a device that is not a CUDA device."""
     if torch.device(device).type != "cuda":
         raise RunError(
             "--offload moves saved values from a CUDA device to the CPU's memory, and this build runs on the CPU",
@@ -44,6 +40,38 @@ class _View:
     offset: int
 
 
+class SavedValues:
+    """What each part of a stage leaves for the next part of the same microbatch: values, saved or deferred, and the
+    memory (storage addresses) of weights and sent values, which gradients must not overwrite.
+
+    The code that takes the values empties their list.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[int, int], tuple[Any, set[int]]] = {}
+
+    def expect(self, action: Action) -> None:
+        """The worker will run this action, some actions from now."""
+
+    def leave_out(self, action: Action) -> None:
+        """It will not."""
+
+    def begins(self, action: Action) -> None:
+        """It runs now."""
+
+    def put(self, action: Action, values: list[Any], memory: set[int]) -> None:
+        """An action leaves these."""
+        self._left[action.minibatch, action.microbatch] = values, memory
+
+    def take(self, action: Action) -> tuple[list[Any], set[int]]:
+        """What the action before it of the same microbatch has left."""
+        return self._left.pop((action.minibatch, action.microbatch))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._left.clear()
+
+
 class Away:
     """Saved values of one microbatch that are on their way to the CPU, there, or on their way back.
 
@@ -61,8 +89,8 @@ class Away:
         self.ready: torch.cuda.Event | None = None
 
 
-class Offload:
-    """Moves saved values to the CPU and back, on its own stream, while the device computes.
+class Offload(SavedValues):
+    """Moves what forwards save to the CPU and back, on its own stream, while the device computes.
 
     Memory that several values view moves once, and they view one memory again afterwards. It takes device memory from
     `bring` on. Small values and those that are not dense tensors stay.
@@ -75,32 +103,45 @@ class Offload:
     """
 
     def __init__(self, device: torch.device | str, least: int = LEAST_BYTES) -> None:
+        super().__init__()
         self.device = torch.device(device)
         self.least = least
         self.next_actions: deque[Action] = deque()
         self._away: WeakValueDictionary[tuple[int, int], Away] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def leave(self, action: Action) -> None:
-        """One of the next actions runs now, or never."""
+    def expect(self, action: Action) -> None:
+        self.next_actions.append(action)
+
+    def leave_out(self, action: Action) -> None:
         if action in self.next_actions:
             self.next_actions.remove(action)
 
     def begins(self, action: Action) -> None:
-        """One of the next actions runs now: meanwhile, begin to move back what the action after it reads."""
-        self.leave(action)
+        """Begin to move back what the action after this one reads."""
+        self.leave_out(action)
         following = self.next_actions[0] if self.next_actions else None
         if following is not None and following.phase == "B":
             away = self._away.get((following.minibatch, following.microbatch))
             if away is not None:
                 self.bring(away)
 
-    def set_aside(self, saved: list[Any], action: Action) -> list[Any] | Away:
-        """What a forward has saved, moved to the CPU unless its backward is the next action."""
-        if self.next_actions and self.next_actions[0] == replace(action, phase="B"):
-            return saved
-        away = self._away[action.minibatch, action.microbatch] = self.away(saved)
-        return away
+    def put(self, action: Action, values: list[Any], memory: set[int]) -> None:
+        """Move what a forward has saved to the CPU, unless its backward is the next action."""
+        super().put(action, values, memory)
+        if action.phase != "F" or (self.next_actions and self.next_actions[0] == replace(action, phase="B")):
+            return
+        key = action.minibatch, action.microbatch
+        away = self._away[key] = self.away(values)
+        self._left[key] = away, memory
+
+    def take(self, action: Action) -> tuple[list[Any], set[int]]:
+        values, memory = super().take(action)
+        return self.back(values) if isinstance(values, Away) else values, memory
+
+    def clear(self) -> None:
+        super().clear()
+        self.next_actions.clear()
 
     def away(self, values: Sequence[Any]) -> Away:
         """Begin to move the values to the CPU; their device memory is free once nothing else holds it."""

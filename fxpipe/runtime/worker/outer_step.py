@@ -116,12 +116,7 @@ class OuterStep(UpdatePart):
         self._read[minibatch] = number
 
     def apply(self, minibatch: int) -> None:
-        """Make the outer step of the version that the optimizer has made, if there is one; waits for other replicas.
-
-        Raises:
-            RunError: the replicas have read different batches.
-            PeerLost: another replica is gone.
-        """
+        """Make the outer step of the version that the optimizer has made, if there is one; waits for other replicas."""
         version = minibatch + 1
         if not self.due(version):
             return

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fxpipe.plan.spec import StepSpec
 from fxpipe.runtime.wires.addresses import DOWN, UP
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.setting import WorkerSetting
@@ -70,6 +71,10 @@ class UpdatePart:
 
     def reached(self, versions: ReadVersions) -> None:
         """The weights have a new live version, or a segment begins with one."""
+
+    def leaves(self, leaves: Sequence[Any], step: StepSpec) -> Sequence[Any]:
+        """On worker 0: the leaves of a microbatch, in the step's order, with what this part adds to them."""
+        return leaves
 
     def compare_batch(self, minibatch: int, number: int) -> None:
         """On worker 0: a minibatch with this checksum was read, and the replicas' checksums are to be compared."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan, StepSpec
+from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan, StepSpec
 from fxpipe.random_state import seed_of, seed_torch
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.stages.loaded import LoadedStage
 
 
@@ -22,11 +23,6 @@ def reseed(device: torch.device, *place: object) -> None:
 
 class StageOfStep:
     """A worker's stage of a step, with the arguments that its functions take by position or by name.
-
-    Args:
-        step: a training step for one shape of batch, or an evaluation of such a batch.
-        seed: of the run.
-        replica: of the worker.
 
     Attributes:
         parts: the interfaces of its functions.
@@ -47,7 +43,7 @@ class StageOfStep:
         replica: int = 0,
     ) -> None:
         spec = step.stages[worker]
-        self.code = code
+        self.step, self.code = step, code
         self.parts = spec.parts
         places = {leaf.name: i for i, leaf in enumerate(step.batch)}
         self.batch = [places[name] for name in spec.forward.batch]
@@ -70,26 +66,19 @@ class StageOfShape(StageOfStep):
     these weights, and make only some of these gradients.
 
     Args:
-        plan: of this shape.
-        first: the plan of the first shape.
+        plan: of this shape; the setting has that of the first.
 
     Attributes:
         last: the phase of the last function, which makes gradients.
+        run_in: the parts that the actions of each phase run: if the schedule has no W, B runs weight gradients too.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        worker: int,
-        code: LoadedStage,
-        transport: Transport,
-        first: Plan,
-        seed: int = 0,
-        replica: int = 0,
-    ) -> None:
-        super().__init__(plan, plan.step, worker, code, transport, seed, replica)
-        spec, of_first = plan.stages[worker], first.stages[worker]
+    def __init__(self, plan: Plan, code: LoadedStage, transport: Transport, setting: WorkerSetting) -> None:
+        worker, runs_in = setting.worker, setting.recipe.schedule.runs_in
+        super().__init__(plan, plan.step, worker, code, transport, setting.options.seed, setting.replica)
+        spec, of_first = plan.stages[worker], setting.plan.stages[worker]
         self.last = next(reversed(self.parts))
+        self.run_in = {phase: [part for part in self.parts if runs_in(part) == phase] for phase in PHASES}
         self._weights = {
             phase: _places(part.weights, of_first.part(phase).weights) for phase, part in self.parts.items()
         }

@@ -136,11 +136,7 @@ class StateOfHooks(Observer):
 
     @contextmanager
     def of_callback(self, hook: str) -> Iterator[None]:
-        """Inside, a callback is called.
-
-        Raises:
-            TaskError: it changes a tensor before worker 0 has made the step that it follows.
-        """
+        """Inside, a callback is called."""
         before = {name: tensor.state() for name, tensor in self._tensors.items()} if self._early else {}
         yield
         if changed := [name for name, state in before.items() if self._tensors[name].state() != state]:
@@ -160,20 +156,13 @@ class StateOfHooks(Observer):
 
         Args:
             marked: a checkpoint follows the minibatches before this one.
-
-        Raises:
-            TaskError: another hook than `train_data()` has changed a tensor where that cannot be followed exactly.
         """
         self._refuse_other_hooks()
         if marked:
             self._marks[minibatch] = self._values()
 
     def has_read(self, minibatch: int) -> None:
-        """It has read it: new values are taken for the minibatch.
-
-        Raises:
-            TaskError: what was fixed at capture has changed.
-        """
+        """It has read it: new values are taken for the minibatch."""
         self._look(minibatch)
         if len(self._newest) < len(self._tensors) or any([tensor.changed() for tensor in self._tensors.values()]):
             for tensor in self._tensors.values():
@@ -205,11 +194,7 @@ class StateOfHooks(Observer):
         self._guard.release()
 
     def over(self, total: int, evaluates: bool) -> None:
-        """Training is over after so many steps: the final buffers have the newest values.
-
-        Raises:
-            TaskError: what was fixed at capture has changed, and an evaluation follows.
-        """
+        """Training is over after so many steps: the final buffers have the newest values."""
         if evaluates:
             self._look(total)
         for source in self._sources:
@@ -224,11 +209,7 @@ class StateOfHooks(Observer):
             self._marks = {step: mark for step, mark in self._marks.items() if step >= oldest}
 
     def _look(self, minibatch: int) -> None:
-        """Check that what was fixed at capture has not changed, before a minibatch or an evaluation after so many.
-
-        Raises:
-            TaskError: it has.
-        """
+        """Check that what was fixed at capture has not changed, before a minibatch or an evaluation after so many."""
         if self._places.missing or self._places.look(minibatch):  # hooks have made or replaced an object
             self._places = WatchedPlaces(self._plan, self._task.hooks.of_run)
             for name, tensor in self._places.tensors.items():

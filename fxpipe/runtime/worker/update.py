@@ -106,11 +106,7 @@ class Updater(UpdatePart):
         yield cls(setting)
 
     def compare_replicas(self) -> None:
-        """Check that all replicas of the worker have the same optimizer: they make the same update.
-
-        Raises:
-            RunError: a replica has a different one.
-        """
+        """Check that all replicas of the worker have the same optimizer: they make the same update."""
         collective = self._setting.collective
         if collective is not None:
             check_optimizers_alike(self.worker, self.optimizer, self.scheduler, self._names, collective)
@@ -161,11 +157,7 @@ class Updater(UpdatePart):
         self.take_rates(made)
 
     def scheduler_due(self, updates: int) -> bool:
-        """Whether the scheduler makes a step after this many updates.
-
-        Raises:
-            TaskError: it makes a step every epoch, and the length of an epoch is unknown.
-        """
+        """Whether the scheduler makes a step after this many updates."""
         if not self.per_epoch:
             return self.metric is None
         if self.steps_per_epoch is None:
@@ -180,9 +172,6 @@ class Updater(UpdatePart):
 
         It does so right before the next update, since predictions from this version use the old rate, here and on other
         workers.
-
-        Raises:
-            TaskError: the evaluation has no such metric.
         """
         if self.metric is None or version <= self._evaluated:
             return
@@ -194,11 +183,7 @@ class Updater(UpdatePart):
         self._metric_due = version, metrics[self.metric]
 
     def apply(self, minibatch: int) -> None:
-        """Make the optimizer's step and the scheduler's, and free the gradients.
-
-        Raises:
-            RunError: the user's optimizer or scheduler failed.
-        """
+        """Make the optimizer's step and the scheduler's, and free the gradients."""
         if self.optimizer is not None:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext(), self.around():
                 if self._metric_due is not None:
@@ -224,11 +209,7 @@ class Updater(UpdatePart):
         return state
 
     def load(self, states: Sequence[Any], version: int, same: bool) -> None:
-        """Load the optimizer's state, then the scheduler's; where that could not be saved, repeat its steps first.
-
-        Raises:
-            RunError: the state does not fit the optimizer.
-        """
+        """Load the optimizer's state, then the scheduler's; where that could not be saved, repeat its steps first."""
         if self.optimizer is None or not states:
             return
         first: UpdaterState = states[0]
@@ -242,11 +223,7 @@ class Updater(UpdatePart):
         self._set = list(first.get("set_rates", []))
 
     def _of_as_many_groups(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The state of a worker whose optimizer had as many groups as this one.
-
-        Raises:
-            RunError: there is none.
-        """
+        """The state of a worker whose optimizer had as many groups as this one."""
         groups = len(self.groups)
         numbers = [len(each["optimizer"]["groups"]) for each in known]
         if groups not in numbers:
@@ -258,11 +235,7 @@ class Updater(UpdatePart):
         return known[numbers.index(groups)]
 
     def _repeat_scheduler(self, updates: int) -> None:
-        """Repeat the steps of a scheduler whose state cannot be saved, from the optimizer's first rates.
-
-        Raises:
-            RunError: its steps need metrics of evaluations, which are not repeated.
-        """
+        """Repeat the steps of a scheduler whose state cannot be saved, from the optimizer's first rates."""
         if self.metric is not None:
             raise RunError(
                 f"the checkpoint has no state of {type(self.scheduler).__name__}, which waits for the metric "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
+from fxpipe.plan.spec import PHASES, Phase, Plan
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.policy.optimizers.predict import Predictor
@@ -60,17 +60,21 @@ class ReadVersions:
     ) -> None:
         self.worker, self.demand, self.transport = worker, demand, transport
         self.live = 0
-        self._parameters = parameters
+        self._readers = demand.readers(worker)
         self._trained = {name: p for name, p in parameters.items() if demand.parameters[name].trained}
         self.predictions = Predictions(predictor, self._trained, transport)
-        self._readers = demand.readers(worker)
         self.copies = WeightCopies(CopyMessages(demand), worker, transport, seed)
         self._held: dict[Key, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
         own = demand.readings_of(worker, worker)
         self._counts_own = predictor is not None or any(reading.past for reading in own)
-        self._frozen = {n: t for n, t in initial.items() if not demand.parameters[n].trained}
-        self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
+        self._parts: dict[Phase, _Argument] = {}
+        for phase in PHASES:
+            specs = [demand.parameters[name] for name in plan.stages[worker].part(phase).weights]
+            weights = [
+                parameters[p.name] if p.owner == worker else None if p.trained else initial[p.name] for p in specs
+            ]
+            self._parts[phase] = _Argument(tuple(weights), self._readings(phase))
         self._expected: dict[int, int] = {}
         self._initial = {n: t for n, t in initial.items() if n not in parameters and demand.parameters[n].trained}
 
@@ -89,7 +93,7 @@ class ReadVersions:
         past, sent = past or {}, sent or {}
         if past and not self._counts_own:
             self._counts_own = True
-            self._parts = {phase: self._part(self.demand.plan, phase, self._frozen) for phase in PHASES}
+            self._parts = {p: _Argument(part.weights, self._readings(p)) for p, part in self._parts.items()}
         owners, initial = self._empty(start, stop, self.live), self._initial
         self._initial = {}
         if self.live == 0:
@@ -212,18 +216,9 @@ class ReadVersions:
             for ahead, size in self.copies.coming(owner, self._expected[owner], self._stop):
                 self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
-    def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
-        names = plan.stages[self.worker].part(phase).weights
-        specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
-        weights = tuple(
-            self._parameters[p.name] if p.owner == self.worker else None if p.trained else frozen[p.name] for p in specs
-        )
-        readings = [
-            reading
-            for reading in self.demand.readings(self.worker, phase)
-            if reading.owner != self.worker or self._counts_own
-        ]
-        return _Argument(weights, readings)
+    def _readings(self, phase: Phase) -> list[WeightReads]:
+        readings = self.demand.readings(self.worker, phase)
+        return [reading for reading in readings if reading.owner != self.worker or self._counts_own]
 
     def _key(self, reading: WeightReads, action: Action) -> Key:
         version = self.demand.version(reading, action, self._unread.start)

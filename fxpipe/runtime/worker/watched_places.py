@@ -105,11 +105,7 @@ class FollowedTensor:
         return self._tensor if same else self._there()
 
     def state(self) -> Any:
-        """Equal to itself, by `==`, as long as the same tensor has the same values.
-
-        Raises:
-            TaskError: it has another shape or type.
-        """
+        """Equal to itself, by `==`, as long as the same tensor has the same values."""
         before, now = self._tensor, self._now()
         if now is not before:
             if (now.shape, now.dtype) != (before.shape, before.dtype):
@@ -153,14 +149,8 @@ class Watched:
     def look(self, minibatch: int) -> bool:
         """Compare with what capture found, in less than a microsecond where nothing has changed.
 
-        Args:
-            minibatch: how many steps there were.
-
         Returns:
             Whether an object was replaced by another one, so that what it holds must be found again.
-
-        Raises:
-            TaskError: something that was fixed at capture has changed.
         """
         try:
             if self._objects is not None and self._current() == self._saved:

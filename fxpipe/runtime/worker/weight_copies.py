@@ -20,11 +20,7 @@ from fxpipe.runtime.wires.transport import Transport
 
 
 class WeightCopies:
-    """What one worker sends as an owner, and receives as a reader.
-
-    Args:
-        seed: of the run.
-    """
+    """What one worker sends as an owner, and receives as a reader."""
 
     def __init__(self, messages: CopyMessages, worker: int, transport: Transport, seed: int) -> None:
         self.seed = seed
@@ -149,11 +145,7 @@ Key = tuple[int, int, int]  # owner, version, ahead
 
 @dataclass
 class Weights:
-    """The weights of one key.
-
-    Attributes:
-        left: how many actions will still read them, by `WeightReads.key`.
-    """
+    """The weights of one key."""
 
     message: WeightMessage
     left: dict[Reader, int]
@@ -178,11 +170,7 @@ class Unread:
         self.begin(0, None)
 
     def begin(self, start: int, stop: int | None, since: int = 0) -> None:
-        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown.
-
-        Args:
-            since: the first minibatch that is not over.
-        """
+        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown."""
         self.start, self.stop, self.since = start, stop, since
         self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
 
@@ -229,15 +217,7 @@ class Unread:
 
 
 class Predictions:
-    """Predictions from the live version, each computed once; later predictions reuse their memory.
-
-    Args:
-        trained: the live weights by name.
-
-    Attributes:
-        predictor: None if the policy does not predict, or the worker trains nothing.
-        made: the predictions, by distance and name.
-    """
+    """Predictions from the live version, each computed once; later predictions reuse their memory."""
 
     def __init__(self, predictor: Predictor | None, trained: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.made: dict[int, dict[str, Tensor]] = {}

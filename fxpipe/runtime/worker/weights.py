@@ -12,7 +12,7 @@ from fxpipe.plan.spec import Phase
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages
-from fxpipe.runtime.worker.between_replicas import BetweenReplicas
+from fxpipe.runtime.worker.between_replicas import OneReplica
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum, ReplicatedSum, SharedUpdate, buckets_of
 from fxpipe.runtime.worker.loss_scaler import LossScaler
@@ -34,7 +34,7 @@ PARTS: tuple[type[UpdatePart], ...] = (
     OuterMomentum,
     SharedUpdate,
     Averages,
-    BetweenReplicas,
+    OneReplica,
     StalenessLog,
 )
 """The parts of an update, in the order that its numbers depend on; each may ask the setting for those before it."""
@@ -103,11 +103,7 @@ class WeightStore:
         return self.setting.part(kind)
 
     def begin(self, start: int, stop: int | None = None, past: Past | None = None, sent: Sent | None = None) -> None:
-        """Begin a segment with an empty pipeline, or go on in the middle of it; see `ReadVersions.begin`.
-
-        Args:
-            past: None begins it.
-        """
+        """Begin a segment with an empty pipeline, or go on in the middle of it; see `ReadVersions.begin`."""
         self.due = None  # of an interrupted pipeline
         self.summed = self.version
         for part in self.parts:
@@ -208,9 +204,6 @@ class WeightStore:
         """Make the announced update, and send weight copies of the new version; returns the minibatch.
 
         Waits for other replicas, and for the note of the worker before.
-
-        Raises:
-            RunError: the user's optimizer or scheduler failed.
         """
         minibatch, self.due = self.due, None
         assert minibatch is not None
