@@ -125,7 +125,6 @@ class ThreadedRun:
                 assert torch.equal(value, state[name]), name
             assert not executor.store.versions._held
             assert not executor.transport._posted  # type: ignore[attr-defined]
-            assert not executor.kept
 
 
 class _Evaluating(Observer):
@@ -232,4 +231,5 @@ def run_in_threads(
         assert not any(hub.sends.values())
         assert not any(hub.receives.values())
         assert not any(loopback.left for loopback in loopbacks)
+        assert not any(buffers._kept for each in evaluations if each is not None for buffers in each.kept)
     return run
