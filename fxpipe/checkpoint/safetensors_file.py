@@ -1,4 +1,4 @@
-"""A safetensors file, written tensor by tensor with only one in memory, and with digests inside.
+"""Safetensors files, written whole, or tensor by tensor with only one in memory and with digests inside.
 
 The metadata of the header have a digest of every tensor and of the header. Every reader of safetensors accepts such a
 file, since metadata are texts by name. A reader can check a single tensor without reading the rest of the file.
@@ -11,22 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fxpipe.errors import BuildError
+from fxpipe.checkpoint.manifest import OTHER, FileEntry
+from fxpipe.errors import BuildError, CheckpointError
 from fxpipe.files import replaced
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.typed_json import Malformed, convert, parse
 
 HEADER = "sha256"
+OF_TENSOR = f"{HEADER}:"
+"""Before the name of a tensor, the metadata's name for its digest."""
+
 ZEROS = "0" * 64
 MOST_HEADER = 100_000_000
 """Bytes, as the format has it."""
@@ -38,11 +45,6 @@ DTYPES = {
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-
-
-def key(name: str) -> str:
-    """The metadata's name for the digest of a tensor."""
-    return f"{HEADER}:{name}"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -80,7 +82,7 @@ def read_digests(path: Path) -> TensorDigests:
         metadata = convert(body.get("__metadata__") or {}, dict[str, str]) if isinstance(body, dict) else {}
     except (OSError, UnicodeDecodeError, Malformed):
         return TensorDigests(path, {})  # opening the file will fail with a message
-    of = {name.removeprefix(key("")): value for name, value in metadata.items() if name.startswith(key(""))}
+    of = {name.removeprefix(OF_TENSOR): value for name, value in metadata.items() if name.startswith(OF_TENSOR)}
     recorded = metadata.get(HEADER)
     if recorded is None and not of:
         return TensorDigests(path, {})
@@ -132,7 +134,7 @@ def header(tensors: Sequence[tuple[str, TensorSpec]], digests: Mapping[str, str]
     """A safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8."""
     if digests is None:
         return _header(tensors, {})
-    more = {HEADER: ZEROS, **{key(name): value for name, value in digests.items()}}
+    more = {HEADER: ZEROS, **{OF_TENSOR + name: value for name, value in digests.items()}}
     own_digest = hashlib.sha256(_header(tensors, more)[8:]).hexdigest()
     return _header(tensors, {**more, HEADER: own_digest})
 
@@ -151,3 +153,46 @@ def _header(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, st
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write tensors under their names; returns when they are on the disk."""
+    specs = [(name, TensorSpec(tuple(t.shape), t.stride(), str(t.dtype)[6:])) for name, t in tensors.items()]
+    return write_bytes(path, header(specs), *map(bytes_of, tensors.values()))
+
+
+def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
+    """Write a file; returns when it is on the disk."""
+    with ThreadPoolExecutor(1) as beside, path.open("wb") as file:
+        sha256 = beside.submit(_digest_of, parts)
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(sha256.result(), sum(map(len, parts)))
+
+
+def _digest_of(parts: Sequence[bytes | memoryview]) -> str:
+    sha256 = hashlib.sha256()
+    for part in parts:
+        sha256.update(part)
+    return sha256.hexdigest()
+
+
+class TensorFile:
+    """Reads single tensors of a safetensors file, each into its own memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(str(path), framework="pt")
+            self.names = frozenset(self._file.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path), hint=OTHER) from error
+
+    def __call__(self, name: str) -> Tensor:
+        """A tensor."""
+        if name not in self.names:
+            raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path), hint=OTHER)
+        view: Tensor = self._file.get_tensor(name)
+        return torch.empty(view.shape, dtype=view.dtype).copy_(view)

@@ -28,7 +28,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
+from fxpipe.checkpoint.safetensors_file import TensorFile, write_bytes, write_tensors
 from fxpipe.checkpoint.tree import Decoder, Encoder, said
 from fxpipe.errors import CheckpointError
 from fxpipe.files import sync_folder
@@ -169,9 +169,15 @@ class CheckpointWriter:
         return {"files": {name: asdict(entry) for name, entry in files.items()}}
 
     def complete(self, folder: Path, step: int, start: int, files: Mapping[str, FileEntry]) -> None:
-        """Make a checkpoint of the files that all have written into a folder."""
-        index = {INDEX: write_index(folder, self._plan)}
-        manifest = Manifest(step, start, self._plan.workers, **self._about, files={**files, **index})
+        """Make a checkpoint of the files that all have written into a folder; the index is as transformers has it."""
+        owners = {name: p.owner for p in self._plan.parameters for name in p.names}
+        owners |= {name: buffer_worker(b) for b in self._plan.buffers if b.persistent for name in b.names}
+        size = sum(p.tensor.bytes * len(p.names) for p in self._plan.parameters)
+        size += sum(b.tensor.bytes * len(b.names) for b in self._plan.buffers if b.persistent)
+        weight_map = {name: _files(worker, self._plan.workers)["model"] for name, worker in owners.items()}
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1)
+        files = {**files, INDEX: write_bytes(folder / INDEX, index.encode())}
+        manifest = Manifest(step, start, self._plan.workers, **self._about, files=files)
         write_bytes(folder / MANIFEST, manifest.to_json().encode())
         sync_folder(folder)
 
@@ -185,17 +191,6 @@ def files_of(reports: Sequence[Report]) -> dict[str, FileEntry]:
     if failed := [report["error"] for report in reports if "error" in report]:
         raise CheckpointError("; ".join(failed))
     return {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
-
-
-def write_index(folder: Path, plan: Plan) -> FileEntry:
-    """Write the index of the model's tensors and files, in the form of transformers and torch."""
-    owners = {name: p.owner for p in plan.parameters for name in p.names}
-    owners |= {name: buffer_worker(b) for b in plan.buffers if b.persistent for name in b.names}
-    size = sum(p.tensor.bytes * len(p.names) for p in plan.parameters)
-    size += sum(b.tensor.bytes * len(b.names) for b in plan.buffers if b.persistent)
-    weight_map = {name: _files(worker, plan.workers)["model"] for name, worker in owners.items()}
-    body = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
 
 
 def state_files(worker: int, workers: int, replica: int = 0) -> list[str]:

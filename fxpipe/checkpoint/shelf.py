@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from fxpipe.errors import CheckpointError
@@ -14,6 +17,8 @@ from fxpipe.files import sync_folder
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d+)")
+TOUCH = 1.0
+"""Seconds between two touches of a folder in which a worker writes."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,23 @@ class Shelf:
         """Remove partial checkpoints of a run that was killed."""
         for path in [*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.old")]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def shown_alive(folder: Path) -> Iterator[Path]:
+    """Inside, there is this folder, and it is touched once a second: syncing and computing a digest change no file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = Event()
+
+    def touch() -> None:
+        while not done.wait(TOUCH):
+            with suppress(OSError):
+                os.utime(folder)
+
+    thread = Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield folder
+    finally:
+        done.set()
+        thread.join()

@@ -10,8 +10,8 @@ import pytest
 
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.checkpoint.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from fxpipe.checkpoint.safetensors_file import write_bytes
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.errors import CheckpointError, FxpipeError
 
 

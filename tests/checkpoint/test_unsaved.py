@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 from fxpipe.builds.build import load
-from fxpipe.checkpoint.unsaved import UnsavedState
+from fxpipe.checkpoint.optimizer_state import UnsavedState
 from fxpipe.task.model_file import load_task
 
 STEPS = 0

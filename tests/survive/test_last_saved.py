@@ -15,14 +15,14 @@ from commands import QUICK, fxpipe, fxpipe_process
 from model_files import write_model
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest
-from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.checkpoint.tensor_file import write_bytes, write_tensors
+from fxpipe.checkpoint.safetensors_file import write_bytes, write_tensors
+from fxpipe.checkpoint.shelf import Shelf, shown_alive
 from fxpipe.errors import NotFiniteError, WorkerLost
 from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import checkpoints, last_saved
-from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint, shown_alive
+from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint
 from fxpipe.runtime.process.stall import waited_for_disk
 
 MODEL, OPTIMIZER = (f"{kind}-00001-of-00001.safetensors" for kind in ("model", "optimizer"))
@@ -81,7 +81,7 @@ def test_what_nobody_writes_any_more_is_not(tmp_path: Path, monkeypatch: pytest.
 def test_a_disk_that_takes_long_over_a_sync_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing changes meanwhile but the time of the folder."""
     monkeypatch.setattr(last_saved, "PATIENCE", 0.6)
-    monkeypatch.setattr(last_saved, "TOUCH", 0.1)
+    monkeypatch.setattr("fxpipe.checkpoint.shelf.TOUCH", 0.1)
     shelf = Shelf.of(tmp_path)
     shelf.partial(5).mkdir(parents=True)
 

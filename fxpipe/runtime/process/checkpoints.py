@@ -23,12 +23,12 @@ from typing import Any
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.checkpoint.manifest import check_replaceable
 from fxpipe.checkpoint.shard import CheckpointWriter, Report, Shard, files_of
-from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.checkpoint.shelf import Shelf, shown_alive
 from fxpipe.checkpoint.tree import said
 from fxpipe.errors import CheckpointError, PeerLost
 from fxpipe.files import disk_explained, replacing
 from fxpipe.messages import warn
-from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
+from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing
 from fxpipe.runtime.process.minibatch_notes import ahead, several_shapes
 from fxpipe.runtime.process.resume import about_run
 from fxpipe.runtime.process.rows import WalkedRows

@@ -67,7 +67,7 @@ class Consequences:
         self._improved: float | None = None  # the value that the next must improve on
         self._since = 0  # evaluations since then
         for executor in rows.every:
-            _check_metric(executor.store.updater.metric, options, plan)
+            _check_metric(executor.store.updater.scheduler.metric, options, plan)
 
     @property
     def end(self) -> int:
@@ -232,7 +232,7 @@ class Consequences:
 
     def _step_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
         for executor in self._rows.every:
-            executor.store.updater.evaluated(version, metrics)
+            executor.store.updater.scheduler.evaluated(version, metrics)
 
 
 def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:

@@ -9,11 +9,8 @@ second while a worker writes, since syncing and computing a digest change no fil
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
 from time import monotonic, sleep
 
 from fxpipe.checkpoint.manifest import Manifest, read_manifest
@@ -31,9 +28,6 @@ MOST = 600.0
 
 RUNNING_ON = 2.0
 """The same after a worker was lost: no process should outlive it for long."""
-
-TOUCH = 1.0
-"""Seconds between two touches of a folder in which a worker writes."""
 
 LOOK = 0.05
 """Seconds between two looks."""
@@ -57,26 +51,6 @@ def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[
     return True
 
 
-@contextmanager
-def shown_alive(folder: Path) -> Iterator[Path]:
-    """Inside, there is this folder, and it is touched once a second (see the top of this file)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = Event()
-
-    def touch() -> None:
-        while not done.wait(TOUCH):
-            with suppress(OSError):
-                os.utime(folder)
-
-    thread = Thread(target=touch, daemon=True)
-    thread.start()
-    try:
-        yield folder
-    finally:
-        done.set()
-        thread.join()
-
-
 def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: list[str] | None = None) -> str | None:
     """The newest checkpoint that a run could go on from now, as a user would give it; None without any.
 
@@ -92,7 +66,7 @@ def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: li
     for path in paths:
         try:
             manifest = read_manifest(path)
-            if not _has_its_sizes(path, manifest):
+            if any((path / name).stat().st_size != entry.bytes for name, entry in manifest.files.items()):
                 continue
             if spoilt is None or not _spoilt(path, manifest):
                 return str(path)
@@ -119,12 +93,8 @@ def name_checkpoint(error: FxpipeError, options: PipelineOptions, out: str | Pat
     error.hint = "; ".join(text for text in (error.hint, said) if text) or None
 
 
-def _has_its_sizes(path: Path, manifest: Manifest) -> bool:
-    return all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items())
-
-
 def _spoilt(path: Path, manifest: Manifest) -> bool:
-    from fxpipe.checkpoint.tensor_file import TensorFile
+    from fxpipe.checkpoint.safetensors_file import TensorFile
     from fxpipe.runtime.worker.not_finite import is_finite
 
     for name in sorted(manifest.files):

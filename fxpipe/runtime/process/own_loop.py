@@ -41,7 +41,7 @@ class FedRows:
     ) -> None:
         self.rows = rows = WalkedRows(job, checkpoint, resumed, job.world.alone and job.recipe.schedule.synchronous)
         for executor in rows.every:
-            executor.store.updater.scheduler_due(1)  # now, not at the first update
+            executor.store.updater.scheduler.due(1)  # now, not at the first update
         rows.restore(shards)
         self._limit, self.begun = Limit(rows.step), False
         self._shapes: dict[int, int] = {}  # of minibatches in flight

@@ -241,7 +241,7 @@ class Pipeline:
             self.job.world.pulse.phase = "training"
             self._given.clear()
             for executor in self.every:
-                executor.store.updater.evaluated(self.fed, metrics)
+                executor.store.updater.scheduler.evaluated(self.fed, metrics)
             return metrics
 
     def save(self, folder: str | Path) -> None:

@@ -119,7 +119,11 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
             )
         return options
     if options.resume == NEWEST:
-        path, manifest = _newest(shelf)
+        if shelf is None:
+            raise CheckpointError("without an output folder there is no newest checkpoint", hint="--resume PATH")
+        path, manifest, damaged = shelf.newest()
+        for error in damaged:
+            warn(f"{error.where}: {error.what}; going on from {path.name} instead")
     else:
         path = Path(options.resume)
         manifest = read_manifest(path)
@@ -208,15 +212,6 @@ def say_resumed(resumed: Resumed) -> None:
         if resumed.separate:
             text += ", with the common weights of replicas that trained separately, and the first one's optimizer"
     say(text)
-
-
-def _newest(shelf: Shelf | None) -> tuple[Path, Manifest]:
-    if shelf is None:
-        raise CheckpointError("without an output folder there is no newest checkpoint", hint="--resume PATH")
-    path, manifest, damaged = shelf.newest()
-    for error in damaged:
-        warn(f"{error.where}: {error.what}; going on from {path.name} instead")
-    return path, manifest
 
 
 def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Checkpoint | None) -> Resumed | None:

@@ -319,11 +319,11 @@ def _warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
 def _warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
     """Warn about a scheduler that makes a step after every update and seems to be meant for epochs."""
     updater = executor.store.updater
-    if updater.optimizer is None or updater.scheduler is None or updater.per_epoch:
+    if updater.optimizer is None or updater.scheduler.user is None or updater.scheduler.per_epoch:
         return
     steps, of = (epoch, "an epoch") if epoch is not None and epoch <= total else (total, "this run")
     more = epoch is not None and epoch < total
-    if found := hurried(updater.optimizer, updater.scheduler, steps, of, more):
+    if found := hurried(updater.optimizer, updater.scheduler.user, steps, of, more):
         warn(found)
 
 

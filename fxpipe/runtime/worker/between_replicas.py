@@ -185,13 +185,10 @@ def check_optimizers_alike(
 def _description(optimizer: Any, scheduler: Any, names: Mapping[int, str]) -> list[Any]:
     if optimizer is None:
         return []
-    options = [
-        (
-            sorted(names.get(id(p), "") for p in group["params"]),
-            _plain({k: v for k, v in group.items() if k != "params"}),
-        )
-        for group in optimizer.param_groups
-    ]
+    options = []
+    for group in optimizer.param_groups:
+        parameters = sorted(names.get(id(p), "") for p in group["params"])
+        options.append((parameters, _plain({k: v for k, v in group.items() if k != "params"})))
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
     return [type(optimizer).__qualname__, options, type(scheduler).__qualname__, _plain(state)]
 

@@ -288,20 +288,17 @@ def agree_epoch(executors: Sequence[Executor], feed: Feed | None) -> int | None:
     Returns:
         That length, if this process knows it.
     """
-    if any(gathered(any(map(_must_know, executors)))):
+    users = [(executor.store.updater.scheduler, executor.resets) for executor in executors]
+    needed = [s.steps_per_epoch is None and (s.per_epoch or resets is not None) for s, resets in users]
+    if any(gathered(any(needed))):
         epoch = of_worker_0(None if feed is None else epoch_of(feed))
-        for executor in executors:
-            executor.store.updater.steps_per_epoch = epoch
-    steps = executors[0].store.updater.steps_per_epoch
-    for executor in executors:
-        if executor.resets is not None:
-            executor.resets.every = steps
+        for scheduler, _ in users:
+            scheduler.steps_per_epoch = epoch
+    steps = users[0][0].steps_per_epoch
+    for _, resets in users:
+        if resets is not None:
+            resets.every = steps
     return steps or (None if feed is None else feed.length)
-
-
-def _must_know(executor: Executor) -> bool:
-    updater = executor.store.updater
-    return updater.steps_per_epoch is None and (updater.per_epoch or executor.resets is not None)
 
 
 def epoch_of(feed: Feed) -> int:

@@ -250,8 +250,7 @@ class SharedUpdate(UpdatePart):
         known = {index for indices in buckets.values() for index in indices}
         for index, parameter in enumerate(self._parameters):
             if index not in known:  # it never gets a gradient, but some optimizers write to it
-                rest = f"weights of rest {parameter.dtype}"
-                groups[rest] = [*groups.get(rest, ()), index]
+                groups.setdefault(f"weights of rest {parameter.dtype}", []).append(index)
         self._groups = {name: sorted(indices, key=self._updaters.__getitem__) for name, indices in groups.items()}
 
     @classmethod

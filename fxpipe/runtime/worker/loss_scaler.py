@@ -125,7 +125,14 @@ class LossScaler(UpdatePart):
         self.last = ScaledStep(self.scale.value, self.skips)
         self.scale.update(self.skips, self._interval)
         if self.skips and self.scale.value < LEAST:
-            raise _overflows(minibatch, self.scale, self.last.scale)
+            raise NotFiniteError(
+                f"the gradients of step {minibatch + 1} overflow float16 even at a loss scale of {self.last.scale:g}: "
+                f"{self.scale.in_row} steps in a row made no update",
+                hint="an unscaled gradient is infinite, NaN or beyond 65504: look at that batch, lower the learning "
+                "rate, clip gradients (--clip-norm), use a mean instead of a sum as the loss; or compile with "
+                "--autocast bf16",
+                page="not-finite",
+            )
 
 
 def unscale(gradients: Sequence[Tensor], scale: float) -> float:
@@ -141,13 +148,3 @@ def unscale(gradients: Sequence[Tensor], scale: float) -> float:
         unscale_and_check_(alike, flag, inverse)
         found = max(found, float(flag))
     return found
-
-
-def _overflows(minibatch: int, scale: Scale, used: float) -> NotFiniteError:
-    return NotFiniteError(
-        f"the gradients of step {minibatch + 1} overflow float16 even at a loss scale of {used:g}: {scale.in_row} "
-        "steps in a row made no update",
-        hint="an unscaled gradient is infinite, NaN or beyond 65504: look at that batch, lower the learning rate, "
-        "clip gradients (--clip-norm), use a mean instead of a sum as the loss; or compile with --autocast bf16",
-        page="not-finite",
-    )

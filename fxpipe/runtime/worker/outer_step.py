@@ -254,7 +254,10 @@ class OuterStep(UpdatePart):
         version, self._under_way = self._under_way, None
         for dtype, mean in self._mean(version).items():
             self._common[dtype].grad = mean
-        self._check_batches(version)
+        first, count = self._compared
+        if count:
+            steps = f"steps {first + 1} to {version}"
+            check_read_alike(self._collective, (BATCHES, version), steps, "train_data()")
         if self._optimizer is None:
             return
         self._optimizer.step()
@@ -264,12 +267,6 @@ class OuterStep(UpdatePart):
             common.grad = None
             weights = common.detach()
             self._put({dtype: weights + (live[dtype] - begun[dtype]) if begun else weights})
-
-    def _check_batches(self, version: int) -> None:
-        first, count = self._compared
-        if count:
-            steps = f"steps {first + 1} to {version}"
-            check_read_alike(self._collective, (BATCHES, version), steps, "train_data()")
 
 
 class OuterMomentum(UpdatePart):

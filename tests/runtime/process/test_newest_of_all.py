@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files
+from fxpipe.checkpoint.safetensors_file import write_bytes
 from fxpipe.checkpoint.shard import INDEX, state_files
 from fxpipe.checkpoint.shelf import Shelf
-from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.runtime.process import membership
 from fxpipe.runtime.process.membership import newest_of_all
 
