@@ -28,10 +28,7 @@ def group(title: str, *options: Callable[..., Any], first: str = "", also: str =
         @click.command("run", cls=Command)
         @group("Output", option_fields(RunOptions, "out", "trace"), click.option("--json", is_flag=True), first="out")
 
-    Args:
-        options: `click.option(…)`, `option_fields(…)`.
-        first: the names of the options that `--help` shows, separated by spaces.
-        also: those whose flags it names, before it says how to see all.
+    `first` names the options that `--help` shows, with spaces between; `also` those whose flags it only names.
     """
 
     def none() -> None: ...
@@ -164,10 +161,7 @@ def option_fields(options: type[Any], *names: str, **texts: str) -> Callable[[Fu
         def command(**asked: Any) -> int:
             options = CompileOptions(**asked)
 
-    Args:
-        options: a dataclass, whose fields were made by `fxpipe.options.option`.
-        names: the fields, in the order of `--help`.
-        texts: more fields, each with another help text than its own.
+    The fields were made by `fxpipe.options.option`; each of `texts` gets another help text than its own.
     """
     texts_by_name = {**dict.fromkeys(names), **texts}
 

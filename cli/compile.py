@@ -210,11 +210,7 @@ def compile_command(
 
 
 def _check(option_values: Mapping[str, Any], verify: bool, after: str | None) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        click.UsageError: names them.
-    """
+    """Refuse options that contradict each other."""
     if (cuts := option_values["cuts"]) != "auto" and (option_values["forward_at"] or option_values["backward_at"]):
         raise click.UsageError(
             f"--cuts {cuts} lets the planner choose, --fp-cut and --bp-cut set the cuts: give one of them"

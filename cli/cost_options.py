@@ -47,16 +47,9 @@ class CostOptions:
     ) -> CompileOptions:
         """The options of a compile with these read: its cost, device, links, speeds and memory.
 
-        What was typed takes precedence over files, and --links over --device-spec.
-
-        Args:
-            default_links: --bandwidth or --latency alone changes one of their values. For a device that is not a CPU,
-                the links between GPUs of one machine are used instead.
-            meta: the model's parameters have no values: times are computed, because nothing can be measured.
-
-        Raises:
-            click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
-            ProfileError: a file that cannot be read, or a matrix of links for another number of workers.
+        What was typed takes precedence over files, and --links over --device-spec. --bandwidth or --latency alone
+        changes one value of `default_links`; a device that is not a CPU has the links between GPUs of one machine
+        instead. With `meta` times are computed, because nothing can be measured.
         """
         cost, workers = options.cost, options.workers
         if meta and cost == "measured":

@@ -21,11 +21,7 @@ def titles() -> dict[str, str]:
 
 
 def text_of(name: str) -> str:
-    """A page's text.
-
-    Raises:
-        FxpipeError: there is no such page.
-    """
+    """A page's text."""
     pages = titles()
     if name not in pages:
         raise FxpipeError(f"there is no page {name!r}{near(name, pages)}", hint=f"pages: {', '.join(pages)}")

@@ -56,15 +56,7 @@ def options_of(command: str, *classes: type[Any]) -> dict[str, click.Option]:
 def read_options(
     where: str, texts: Mapping[str, Any], by_name: Mapping[str, click.Option], file: str
 ) -> dict[str, Written]:
-    """The options of a file, by the names that they have in a command.
-
-    Args:
-        where: what the file calls them.
-        by_name: what may be given, by the file's names.
-
-    Raises:
-        TaskError: a name is not an option, or its value is invalid.
-    """
+    """The options of a file, by the names that they have in a command; `by_name` are those that it may give."""
     options = {}
     for name, text in texts.items():
         if name not in by_name:
@@ -87,12 +79,7 @@ def is_given(name: str) -> bool:
 
 
 def take(options: Mapping[str, Written], file: str, left: Collection[str] = ()) -> dict[str, Written]:
-    """Options of this file that nothing has given before; from now on, they are given.
-
-    Args:
-        file: what gives them.
-        left: options to leave out: something else decides them.
-    """
+    """Options of a file that nothing has given before, but for those `left`; from now on, they are given."""
     context = click.get_current_context()
     before = {name for name in {*context.params, *options} if is_given(name)}
     left = {*left, *before, *(b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1]) if a in before)}
@@ -123,14 +110,8 @@ def say_given(file: str, taken: Mapping[str, Written], whom: str = "") -> None:
 def decide_schedule(options: dict[str, Any], compare: bool = False) -> bool:
     """Decide what the options --schedule and --synchronous mean together; returns whether schedules are compared.
 
-    Args:
-        options: by their fields; `schedule` becomes 'auto' where only `synchronous` was asked, and '1f1b'
-            where workers have different numbers of replicas and none was asked.
-        compare: --compare is given, which compares all schedules.
-
-    Raises:
-        ScheduleError: --synchronous is given, and the schedule is not synchronous.
-        click.UsageError: one schedule is asked for together with --compare.
+    The option `schedule` becomes 'auto' where only `synchronous` was asked, and '1f1b' where workers have different
+    numbers of replicas and none was asked.
     """
     schedule = options["schedule"]
     named = schedule != AUTO and is_given("schedule")
@@ -146,11 +127,7 @@ def decide_schedule(options: dict[str, Any], compare: bool = False) -> bool:
 
 
 def compile_options_of(task: Task, left: Collection[str] = ()) -> dict[str, Any]:
-    """The options that a model file gives to its compile or plan; prints them.
-
-    Args:
-        left: options to leave out: something else decides them.
-    """
+    """The options that a model file gives to its compile or plan; prints them. Something else decides those `left`."""
     options, file = options_of("compile", CompileOptions, ModelOptions), str(task.file)
     taken = take(read_options("compile_options", task.compile_options, options, file), file, left)
     say_given(file, taken)
@@ -163,11 +140,7 @@ def is_number(option: click.Option) -> bool:
 
 
 def _read(option: click.Option, text: Any) -> Any:
-    """A value, read from the text that a command line would have.
-
-    Raises:
-        FxpipeError, click.UsageError: the option does not accept it.
-    """
+    """A value, read from the text that a command line would have."""
     if option.multiple:
         if not isinstance(text, (list, tuple)):
             raise click.UsageError("this is no list")

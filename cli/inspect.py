@@ -102,11 +102,7 @@ def inspect_command(
 
 
 def _check_page(path: Path) -> None:
-    """Check, before any work, that the page can be written, and is outside builds, which a compile replaces.
-
-    Raises:
-        BuildError: it cannot.
-    """
+    """Check, before any work, that the page can be written, and is outside builds, which a compile replaces."""
     folder = path.resolve().parent
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise BuildError(f"--html {path} cannot be written", hint="choose a file in a folder that exists")

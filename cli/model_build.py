@@ -70,14 +70,7 @@ class ModelBuild:
 
 
 def build_model(task: Task, setup: ModelOptions, options: CompileOptions, costs: CostOptions) -> ModelBuild:
-    """Compile a model file, in memory; time its stages where times are measured.
-
-    Args:
-        task: the file's.
-
-    Raises:
-        click.UsageError, FxpipeError: for everything that the user can fix.
-    """
+    """Compile a model file, in memory; time its stages where times are measured."""
     assert task.path is not None
     path = task.path
     if setup.meta and options.backend != "eager":
@@ -122,11 +115,8 @@ def build_model(task: Task, setup: ModelOptions, options: CompileOptions, costs:
 
 
 def _command(name: str, setup: ModelOptions, options: CompileOptions) -> str:
-    """The command that makes this build again, without the paths that differ from machine to machine.
-
-    Args:
-        options: as the command line gives them; those that the model file gives are left out.
-    """
+    """The command that makes this build again, without the paths that differ from machine to machine, and without the
+    options that the model file gives."""
     parts, by_field = ["fxpipe compile", name], flags(CompileOptions)
     for field in IN_COMMAND:
         flag, value = by_field[field], getattr(options, field)
@@ -147,11 +137,7 @@ def _text(value: Any) -> str:
 
 
 def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int) -> Iterator[Any]:
-    """The batches that a hook gives; it is called when the first one is needed.
-
-    Raises:
-        TaskError: the hook failed.
-    """
+    """The batches that a hook gives; it is called when the first one is needed."""
     seed_everything(seed)
     try:
         yield from data()
@@ -198,11 +184,7 @@ def doubts_of(costs: BuildCosts, ranks: int, threads: int, device: str) -> Itera
 def print_after(
     name: str, task: Task, setup: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
 ) -> None:
-    """Print the program after a pass, as `fxpipe passes` does of a build.
-
-    Raises:
-        FxpipeError: no pass has that name, or it does not run with these options.
-    """
+    """Print the program after a pass, as `fxpipe passes` does of a build."""
     texts = build_model(task, setup, options, costs).build.programs
     saved = after_pass(read_programs(file_of(texts), every_pass()), name)
     text = print_program(run_passes(saved.program, saved.passes))

@@ -39,11 +39,7 @@ class OutputLost(FxpipeError):
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Text on stdout or stderr: the one way out, and the filter (see `plain`).
-
-    Raises:
-        OutputLost: stdout cannot be written.
-    """
+    """Text on stdout or stderr: the one way out, and the filter (see `plain`)."""
     try:
         click.echo(plain_lines(from_here(text)), err=err, nl=nl)
     except OSError as error:
@@ -59,11 +55,7 @@ def echo_file(text: str) -> None:
 
 
 def emit_json(data: Any) -> None:
-    """One JSON object on stdout.
-
-    Raises:
-        OutputLost: stdout cannot be written.
-    """
+    """One JSON object on stdout."""
     try:
         click.echo(dumps(data), file=_json)
     except OSError as error:
@@ -134,11 +126,7 @@ def note(message: str) -> None:
 
 
 def finish_stdout() -> None:
-    """Write all that stdout still buffers.
-
-    Raises:
-        OutputLost: it cannot be.
-    """
+    """Write all that stdout still buffers."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -265,8 +253,7 @@ _LEAST = 10
 def print_columns(table: ShownTable, console: Console | None = None, *, whole: bool = False) -> None:
     """A table no wider than the console, by default that of stdout: columns are left out, names shortened, numbers not.
 
-    Args:
-        whole: keep all columns and names, although a narrow terminal wraps the lines.
+    With `whole` all columns and names stay, although a narrow terminal wraps the lines.
     """
     from rich.text import Text
 

@@ -39,35 +39,26 @@ BYTES = ("memory", "values")
 
 @dataclass(frozen=True)
 class TimedPartition:
-    """A partition, the seconds of a minibatch with it, and the bubble, where it was simulated.
-
-    Attributes:
-        faster: the replicas of the plan that is faster, if this one was preferred because it is simpler.
-        longer: how much longer this one takes, as a share.
-    """
+    """A partition, the seconds of a minibatch with it, and the bubble, where it was simulated."""
 
     partition: Partition
     seconds: float
     bubble: float = 0.0
-    faster: str = ""
-    longer: float = 0.0
+    faster: str = ""  # the replicas of the plan that is faster, if this one was preferred because it is simpler
+    longer: float = 0.0  # how much longer this one takes, as a share
 
 
 @dataclass(frozen=True)
 class PlannedCuts:
-    """The best partition of each kind of cuts.
-
-    Attributes:
-        found: by mode; None where nothing fits.
-        processes: of all workers together, if workers have replicas; else None, and minibatches are simulated.
-        plain: plain data parallelism and, for few processes, a plain pipeline with as many processes. None for one that
-            does not fit, or has fewer microbatches than replicas.
-    """
+    """The best partition of each kind of cuts."""
 
     subject: PlanInput
     setting: Setting
-    found: dict[str, TimedPartition | None]
+    found: dict[str, TimedPartition | None]  # by mode; None where nothing fits
+    # of all workers together, if workers have replicas; else None, and minibatches are simulated
     processes: int | None = None
+    # plain data parallelism and, for few processes, a plain pipeline with as many processes. None for one that does not
+    # fit, or has fewer microbatches than replicas
     plain: dict[str, TimedPartition | None] = field(default_factory=dict)
 
     @property

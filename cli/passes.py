@@ -116,11 +116,7 @@ def _listing(rows: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def after_pass(programs: Mapping[str, SavedProgram], name: str | None) -> SavedProgram:
-    """The first program that goes through a pass, totals last, with its passes up to it; None: the first, with all.
-
-    Raises:
-        FxpipeError: there is no such pass, or it did not run.
-    """
+    """The first program that goes through a pass, totals last, with its passes up to it; None: the first, with all."""
     from dataclasses import replace
 
     from fxpipe.passes import every_pass
@@ -142,11 +138,7 @@ def after_pass(programs: Mapping[str, SavedProgram], name: str | None) -> SavedP
 
 
 def _parsed(listed: str, saved: SavedProgram) -> Iterator[Pass]:
-    """The passes of `fold,cut{"cuts": …}`.
-
-    Raises:
-        FxpipeError: a pass does not exist, or its options are wrong.
-    """
+    """The passes of `fold,cut{"cuts": …}`."""
     from fxpipe.ir.saved_program import options_of, pass_of
     from fxpipe.passes import every_pass
 

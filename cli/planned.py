@@ -45,15 +45,10 @@ Read = Callable[[int | None, bool, Say], PlanInput]
 
 @dataclass(frozen=True)
 class Source:
-    """A model or a profile.
+    """A model or a profile."""
 
-    Attributes:
-        read: makes the input of a plan.
-        counts: the numbers of microbatches to compare if the options name none.
-    """
-
-    read: Read
-    counts: Callable[[CompileOptions], Counts]
+    read: Read  # makes the input of a plan
+    counts: Callable[[CompileOptions], Counts]  # the numbers of microbatches to compare if the options name none
 
 
 def of_profile(path: str, weight_fraction: float) -> Source:
@@ -141,15 +136,8 @@ class Schedules:
 def compare_schedules(
     source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
 ) -> Schedules:
-    """Capture and cost the step for each number of microbatches; plan and simulate every schedule, or the given one.
-
-    Args:
-        counts: numbers of microbatches; if empty, some that suit the schedules.
-        modes: the kinds of cuts; if empty, all that a schedule can use.
-
-    Raises:
-        FxpipeError: no number can be captured, or nothing fits into memory; says what would fit.
-    """
+    """Capture and cost the step for each number of microbatches, or for some that suit the schedules; plan and simulate
+    every schedule, or the given one, with each kind of cuts, or with all that a schedule can use."""
     several = Counts(tuple(counts)) if counts else source.counts(options)
     return Schedules(_OfSource(options, several, say, modes, source=source).ranking())
 
@@ -174,12 +162,8 @@ def plan_replicas(
     is_model: bool,
     say: Say,
 ) -> PlannedCuts:
-    """Plan with replicas, given or chosen.
-
-    Args:
-        processes: of all workers together.
-        fixed: how many of them each worker has; empty to choose them.
-        machines: whose links processes share; None if each process has its own links.
+    """Plan with replicas: `fixed` for each worker, or chosen. Each process has its own links, or all of a machine share
+    one.
 
     Raises:
         CutError: nothing fits into memory; processes differ; there are fewer microbatches than replicas.

@@ -244,11 +244,7 @@ def _checked_plan(options: RunOptions) -> Plan:
 
 
 def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float]:
-    """The metrics of a weights file of the run's folder, computed here; none if there is no such file.
-
-    Args:
-        digest: of the plan that was run.
-    """
+    """The metrics of a weights file of the run's folder, computed here; none if there is no such file."""
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
     if path is None or options.out is None or not (Path(options.out) / weights).is_file():

@@ -48,24 +48,16 @@ print_config = click.option(
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What the file gives; empty if there is no file.
-
-    Attributes:
-        tables: the options by table, and by their names in the commands.
-        settings: the values of settings, as texts.
-    """
+    """What the file gives; empty if there is no file."""
 
     path: Path | None = None
+    # the options by table, and by their names in the commands
     tables: Mapping[str, Mapping[str, Written]] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # the values of settings, as texts
 
     @staticmethod
     def of(config: str | None, model: Path | None) -> SettingsFile:
-        """The file that --config names; else the one next to the model file, if it is there.
-
-        Raises:
-            TaskError: it cannot be read, or has an unknown table or option, or an invalid value.
-        """
+        """The file that --config names; else the one next to the model file, if it is there."""
         path = Path(config) if config is not None else None if model is None else model.parent / NAME
         if config == "none" or path is None or (config is None and not os.path.lexists(path)):
             return SettingsFile()
@@ -83,11 +75,7 @@ class SettingsFile:
         return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in body.get("set", {}).items()})
 
     def options(self, table: str, left: Collection[str] = ()) -> dict[str, Any]:
-        """The options (and `settings`) that nothing has given before, after printing them; from now on they are given.
-
-        Args:
-            left: options to leave out: something else decides them.
-        """
+        """The options (and `settings`) that nothing has given before, which are printed, and given from now on."""
         context = click.get_current_context()
         taken = take(self.tables.get(table, {}), str(self.path), left)
         typed = context.params["settings"]
@@ -103,11 +91,7 @@ class SettingsFile:
 
 def config_text(captured: CapturedSpec | None = None) -> str:
     """All options of the command that runs, as a settings file. Comments are defaults, what a run takes from its build,
-    and the arguments after two dashes.
-
-    Args:
-        captured: the build's.
-    """
+    and the arguments after two dashes."""
     context = click.get_current_context()
     command = context.command
     assert isinstance(command, Command)
@@ -162,11 +146,7 @@ def _keys(options: Mapping[str, click.Option]) -> dict[str, click.Option]:
 
 
 def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The table with dashes in its keys; a file may have underscores.
-
-    Raises:
-        TaskError: it has a key in both forms.
-    """
+    """The table with dashes in its keys; a file may have underscores."""
     dashed: dict[str, Any] = {}
     for name, one in table.items():
         if (key := name.replace("_", "-")) in dashed:
@@ -176,11 +156,7 @@ def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _text(name: str, value: Any, path: Path) -> str:
-    """The value of a setting as --set gives it.
-
-    Raises:
-        TaskError: it is a list, a table or a date.
-    """
+    """The value of a setting as --set gives it."""
     if not isinstance(value, (bool, int, float, str)):
         what = f"[set] has {name}={value!r}, which is not a number, a text, true or false"
         raise TaskError(what, where=str(path), hint='a name with a dot needs quotes: "model.width" = 64')

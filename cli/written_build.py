@@ -34,20 +34,13 @@ MOST_SHOWN = 4
 
 @dataclass(frozen=True)
 class WrittenBuild:
-    """A build, and what was tried on it.
-
-    Attributes:
-        out: its folder.
-        device: the device that its costs were computed for; None for the default one.
-        agreement: with eager PyTorch; None if it was not verified.
-        effect: of its codecs on a step; None if it was not verified, or has none.
-    """
+    """A build, and what was tried on it."""
 
     build: Build
-    out: str
-    device: str | None
-    agreement: Agreement | None
-    effect: CodecEffect | None
+    out: str  # its folder
+    device: str | None  # the device that its costs were computed for; None for the default one
+    agreement: Agreement | None  # with eager PyTorch; None if it was not verified
+    effect: CodecEffect | None  # of its codecs on a step; None if it was not verified, or has none
 
     @property
     def samples(self) -> int:

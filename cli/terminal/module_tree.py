@@ -17,11 +17,8 @@ Module = dict[str, Any]
 
 
 def print_modules(rows: Sequence[Module], console: Console, depth: int | None = None) -> None:
-    """The tree, with a line for each module or group of equal siblings.
-
-    Args:
-        depth: how many levels are shown; by default, a module is open if its inside is on different workers.
-    """
+    """The tree, with a line for each module or group of equal siblings, `depth` levels deep. By default a module is
+    open if its inside is on different workers."""
     lines = list(_Tree(rows, depth).lines())
     print_columns(modules(lines), console)
     if any(line["apart"] for line in lines):

@@ -29,12 +29,7 @@ from fxpipe.search import counted
 
 
 def print_overview(facts: Json, console: Console, depth: int | None = None, edges: bool = False) -> None:
-    """Everything, in order.
-
-    Args:
-        depth: of the module tree.
-        edges: whether every edge gets its line.
-    """
+    """Everything, in order: the module tree down to `depth`, and a line for every edge if `edges`."""
     print_header(facts, console)
     console.print()
     print_modules(facts["modules"], console, depth)
@@ -191,11 +186,7 @@ def _settings(run: Json) -> list[str]:
 
 
 def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:
-    """A row for each schedule and number of microbatches, with what it loses and why; then the impossible ones.
-
-    Args:
-        most: how many rows at most.
-    """
+    """A row for each schedule and number of microbatches, with what it loses and why; then the impossible ones."""
     fitting = [asdict(row) for row in rows if row.seconds is not None]
     print_columns(tables.schedules(fitting[:most], samples), whole=True)
     for row in rows:

@@ -24,15 +24,12 @@ class JoinedBatches(NamedTuple):
 class Epochs:
     """The batches of epoch 0 where it is iterated first, of epoch 1 where it is iterated next, and so on.
 
-    All else, such as `generator` or `sampler`, is asked of the present epoch's loader.
-
-    Args:
-        ask: gives the loader of an epoch, counted from 0, ready to be iterated; often the same for all.
-        exhausts: whether a loader is asked for a batch after its last one. It makes a difference: torch's RandomSampler
-            then draws once more from its generator, and the next epoch has another order.
-        most: how many of a loader's batches an epoch has, or which share of them; None: all.
-        joined: how many of its batches make one, along the first dimension; the last of an epoch may be of fewer.
-        shares: give each as a `JoinedBatches`, unless all are of as many.
+    All else, such as `generator` or `sampler`, is asked of the present epoch's loader, which `ask` gives, ready to be
+    iterated; often it is the same for all. If it `exhausts` a loader, that is asked for a batch after its last one:
+    torch's RandomSampler then draws once more from its generator, and the next epoch has another order. An epoch has at
+    most so many of a loader's batches, or such a share of them. So many of these are `joined` to one, along the first
+    dimension, the last of an epoch perhaps of fewer; if it `shares`, it gives each as a `JoinedBatches`, unless all are
+    of as many.
     """
 
     def __init__(
@@ -106,11 +103,7 @@ class Epochs:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """One batch of several, along the first dimension.
-
-    Raises:
-        TaskError: they are not built alike, or have tensors of other shapes.
-    """
+    """One batch of several, along the first dimension."""
     first, *others = [Batch.of(batch) for batch in batches]
     rows = list(zip(first.values, *(batch.values for batch in others), strict=False))
     try:

@@ -212,11 +212,7 @@ class FitFacts:
 
 
 def _configured(form: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer, and what `lr_scheduler()` returns, of the forms that `configure_optimizers` may return.
-
-    Raises:
-        TaskError: there are several, or a scheduler's steps are others than those of a pipeline.
-    """
+    """The optimizer, and what `lr_scheduler()` returns, of the forms that `configure_optimizers` may return."""
     schedulers: Any = []
     monitor = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], (list, tuple)):

@@ -81,11 +81,7 @@ class Validated:
 
 
 def validated(model: nn.Module, batch: Any) -> Validated:
-    """Run `validation_step`.
-
-    Raises:
-        TaskError: it gives nothing.
-    """
+    """Run `validation_step`."""
     entries, calls = list[Logged](), list[MetricCall]()
     with _logging(model, entries.append), in_place(model, {path: StandIn(path, calls) for path in metrics_in(model)}):
         _step(model.validation_step, batch)
@@ -116,12 +112,9 @@ def _size(batch: Any) -> int:
 
 
 def metrics_of_all(model: Any, step: Validated, gathered: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
-    """What an epoch of step logs of metrics of torchmetrics.
+    """What an epoch of step logs of metrics of torchmetrics, by what `metrics_of` has returned for each batch.
 
-    Args:
-        model: has these metrics; not its parameters' values.
-        step: what its step does with a batch.
-        gathered: what `metrics_of` has returned for each batch.
+    The model has these metrics, and no values of its parameters.
     """
     batches = [dict(zip(gathered, row, strict=True)) for row in zip(*gathered.values(), strict=True)]
     places = {entry.value.call for entry in step.logged if isinstance(entry.value, OfBatch)}

@@ -52,18 +52,10 @@ AUTOCAST = {"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp1
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The keywords of a Trainer.
+    """The keywords of a Trainer."""
 
-    Attributes:
-        given: those that were given; a list for `callbacks`.
-        defaults: all that there are.
-
-    Raises:
-        TaskError: a Trainer takes no such keyword; or a pipeline does not do what one asks for.
-    """
-
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    given: Mapping[str, Any]  # those that were given; a list for `callbacks`
+    defaults: Mapping[str, Any]  # all that there are
 
     @staticmethod
     def of(keywords: Mapping[str, Any], base: type) -> TrainerSettings:
@@ -143,12 +135,7 @@ class TrainerSettings:
         }
 
     def run_options(self, validates: bool, batches: Callable[[], int]) -> dict[str, Any]:
-        """What runs are given.
-
-        Args:
-            validates: there is something to evaluate.
-            batches: counts those of an epoch.
-        """
+        """What runs are given; `batches` counts those of an epoch."""
 
         def updates() -> int:
             return -(-batches() // self.joined)

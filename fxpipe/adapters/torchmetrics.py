@@ -29,10 +29,8 @@ class MetricCall:
     arguments: tuple[Any, Any]
 
     def tensors(self, place: int) -> dict[str, Tensor]:
-        """What an evaluation has to gather of it, by name: tensors, and numbers as tensors of one element.
-
-        Args:
-            place: of the call among those of its step.
+        """What an evaluation has to gather of this call of a step: by name, tensors, and numbers as tensors of one
+        element.
         """
         tensors = {}
         for number, value in enumerate(pytree.tree_leaves(self.arguments)):

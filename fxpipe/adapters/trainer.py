@@ -56,12 +56,8 @@ def in_order(dataset: Any, args: Any, options: Mapping[str, Any]) -> Callable[[i
     A batch has the samples of one update. Epoch `e` is shuffled by `data_seed + e`, or `seed + e` where there is no
     `data_seed`: Trainer's order, whatever `fxpipe run --seed` says. Under `group_by_length`, and with
     `accelerator_config={"use_seedable_sampler": False}`, Trainer draws the order from torch's global generator, as
-    dropout does, so there only the way of drawing it is the same.
-
-    Args:
-        dataset: as Trainer takes it. A streamed one has its own order, and learns of epochs by its `set_epoch`.
-        args: `TrainingArguments`.
-        options: further arguments of the `DataLoader`.
+    dropout does, so there only the way of drawing it is the same. A streamed dataset has its own order, and learns of
+    epochs by its `set_epoch`. `options` go to the `DataLoader`.
     """
     batches: Any = None
     if isinstance(dataset, IterableDataset):  # Trainer's `dataloader_drop_last` does not reach them
@@ -121,11 +117,7 @@ def _batches(dataset: Any, args: Any) -> Any:
 
 
 def refuse(args: Any) -> None:
-    """Check `TrainingArguments` for what a pipeline cannot do.
-
-    Raises:
-        TaskError: there is something; all of it is named.
-    """
+    """Check `TrainingArguments` for what a pipeline cannot do."""
     texts = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
     if str(args.optim.value) not in OPTIMIZERS:
         texts.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
@@ -162,11 +154,8 @@ def unheard(args: Any, callbacks: Sequence[Any]) -> Iterator[str]:
 
 
 def compile_options(args: Any, pads: bool) -> dict[str, Any]:
-    """The options of a compile by which it does what `TrainingArguments` say.
-
-    Args:
-        pads: lengths differ from batch to batch, and padding makes few of them.
-    """
+    """The options of a compile by which it does what `TrainingArguments` say. If it `pads`, lengths differ from batch
+    to batch, and padding makes few of them."""
     accumulated = args.gradient_accumulation_steps
     return {
         "seed": args.seed,
@@ -178,13 +167,7 @@ def compile_options(args: Any, pads: bool) -> dict[str, Any]:
 
 
 def run_options(args: Any, callbacks: Sequence[Any], evaluates: bool, updates: Callable[[], int]) -> dict[str, Any]:
-    """The options of its runs, without `output_dir`: that has checkpoints of Trainer's own.
-
-    Args:
-        callbacks: Trainer's.
-        evaluates: there is something to evaluate.
-        updates: counts those of the whole training.
-    """
+    """The options of its runs, without `output_dir`: that has checkpoints of Trainer's own."""
     epochs = args.num_train_epochs
     whole = args.max_steps <= 0 and epochs == int(epochs)
     options = {

@@ -297,9 +297,6 @@ def optional_files(folder: Path, plan: Plan) -> dict[str, Any]:
     `Build`.
 
     A missing file has no entry.
-
-    Raises:
-        BuildError: one of them cannot be read.
     """
     readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "profile": (PROFILE, partial(read_profile_json, error=BuildError, hint="compile again, or delete it")),

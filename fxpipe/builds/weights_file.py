@@ -12,11 +12,7 @@ from fxpipe.errors import BuildError, listed
 
 
 def weights_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The content of the file.
-
-    Raises:
-        BuildError: the file cannot hold their dtypes; names those tensors.
-    """
+    """The content of the file."""
     _check_dtypes(tensors)
     return save({name: t.contiguous() for name, t in _unshared(tensors).items()})
 

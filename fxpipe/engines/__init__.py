@@ -20,11 +20,7 @@ BACKENDS = ("auto", *ENGINES)
 
 
 def make(name: str) -> Engine:
-    """The engine called `name`; 'eager' is not an engine, but the emitted code.
-
-    Raises:
-        BackendError: an unknown name.
-    """
+    """The engine called `name`; 'eager' is not an engine, but the emitted code."""
     if name == "onnxruntime":
         from fxpipe.engines.onnxruntime import OrtEngine
 

@@ -36,13 +36,7 @@ def equip(
 ) -> LoadedStage:
     """The stage with its forward and backward on the named engines; 'eager' is the emitted code itself.
 
-    The emitted code makes separate weight gradients (W).
-
-    Args:
-        cache: a folder for what the engines build.
-
-    Raises:
-        BackendError: an engine is not available for this device, or cannot run the part.
+    The emitted code makes separate weight gradients (W). Engines keep what they build in `cache`.
     """
     if engines == ("eager", "eager"):
         return stage
@@ -61,11 +55,7 @@ def equip(
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
-    """The engines of a stage's forward and backward: the plan's, or `backend` for both.
-
-    Raises:
-        BackendError: an unknown name.
-    """
+    """The engines of a stage's forward and backward: the plan's, or `backend` for both."""
     if backend is None or backend == "auto":
         return plan.stages[worker].engines
     if backend != "eager":
@@ -140,14 +130,7 @@ def check_outputs(
     outputs: Sequence[Tensor],
     exact: Callable[[], Sequence[Tensor]],
 ) -> float:
-    """The largest relative error of an engine's outputs.
-
-    Args:
-        exact: returns the outputs in float64; called if an error is above the limit.
-
-    Raises:
-        BackendError: the error is more than rounding (`fxpipe.stages.compare`).
-    """
+    """The largest relative error of an engine's outputs; above the limit, `exact` ones show whether it is rounding."""
     rows = part.part.outputs
     names = [f"{row.kind} {row.name}" for row in rows]
     right: dict[str, Expected] = {}

@@ -76,14 +76,8 @@ class EnginePart(PureFunction):
         cache: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make the part ready.
-
-        Args:
-            cache: the folder for what engines build.
-            say: called with a line of text if the engine must build because the cache has nothing, or a damaged file.
-
-        Raises:
-            BackendError: the engine cannot run the part.
+        """Make the part ready. `say` gets a line of text if the engine must build: `cache` has nothing, or a damaged
+        file.
         """
         self.engine, self._stable = engine.name, engine.stable
         self.kept: list[str] = []

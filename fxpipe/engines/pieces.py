@@ -21,17 +21,12 @@ After the last piece, a fourth is still to be added up. Each piece more takes an
 
 @dataclass(frozen=True)
 class Piece:
-    """What an engine computes without a pause.
+    """What an engine computes without a pause."""
 
-    Attributes:
-        part: the piece as a part.
-        takes: its inputs, by index among the whole part's inputs, followed by what earlier pieces pass on.
-        gives: its first outputs, by index among the whole part's; it passes on the others.
-    """
-
-    part: PurePart
+    part: PurePart  # the piece as a part
+    # its inputs, by index among the whole part's inputs, followed by what earlier pieces pass on
     takes: tuple[int, ...]
-    gives: tuple[int, ...]
+    gives: tuple[int, ...]  # its first outputs, by index among the whole part's; it passes on the others
 
 
 def pieces(part: PurePart) -> tuple[Piece, ...]:

@@ -21,52 +21,35 @@ Verdict = Literal["rounding", "unstable", "wrong"]
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """One model that was written, and how it compares with the stage's own code.
-
-    Attributes:
-        nodes: their number, including those of its functions.
-        bytes: its size, including the file of weights next to it, if there is one.
-        error: the largest relative error of an output in onnxruntime, on the example batch.
-        worst: the output with that error.
-        seconds: how long the export took.
-    """
+    """One model that was written, and how it compares with the stage's own code."""
 
     name: str
-    nodes: int
-    bytes: int
-    error: float
-    worst: str
-    seconds: float
+    nodes: int  # their number, including those of its functions
+    bytes: int  # its size, including the file of weights next to it, if there is one
+    error: float  # the largest relative error of an output in onnxruntime, on the example batch
+    worst: str  # the output with that error
+    seconds: float  # how long the export took
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model, and what it should compute.
-
-    Attributes:
-        weights: values of inputs that the model may hold itself.
-        inputs, expected: by name, the values to run it on, and the values that it should compute.
-        limit: the largest relative error that is accepted without a verdict.
-        source: the code that it was made from, for errors.
-        verdict: judges an output that is off by more than the limit, given all outputs that were found.
-    """
+    """A model, and what it should compute."""
 
     name: str
     model: onnx.ModelProto
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # values of inputs that the model may hold itself
+    # inputs, expected: by name, the values to run it on, and the values that it should compute
     inputs: Mapping[str, Tensor]
     expected: Mapping[str, Expected]
-    limit: float
-    source: str
+    limit: float  # the largest relative error that is accepted without a verdict
+    source: str  # the code that it was made from, for errors
+    # judges an output that is off by more than the limit, given all outputs that were found
     verdict: Callable[[Difference, Mapping[str, Tensor]], Verdict]
 
     def write(self, folder: Path, form: WeightsForm) -> tuple[ExportedFile, Difference | None]:
         """Write the model's file and run it; return the file, and the worst output if it is unstable.
 
         The caller fills in `seconds`.
-
-        Raises:
-            ExportError: onnxruntime cannot run it, or its outputs differ.
         """
         path = folder / f"{self.name}.onnx"
         weights_file = write(path, self.model, self.weights, form)

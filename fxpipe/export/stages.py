@@ -115,30 +115,23 @@ def _stage_order(name: str) -> tuple[int, int]:
 
 @dataclass
 class _Export:
-    """One export: runs the parts one after the other on the example, and makes a file of each.
-
-    Attributes:
-        batch: its first microbatch, by leaf.
-        folder: where the files are written.
-        empty: names of the parts that compute nothing.
-        ran: the parts that were run, by worker and phase.
-        example, expected: by names of part and row, the values that the pipeline is run on and those that it should
-            compute.
-    """
+    """One export: runs the parts one after the other on the example, and makes a file of each."""
 
     plan: Plan
     tensors: Mapping[str, Tensor]
     stages: Sequence[LoadedStage]
-    batch: Mapping[str, Tensor]
-    folder: Path
+    batch: Mapping[str, Tensor]  # its first microbatch, by leaf
+    folder: Path  # where the files are written
     form: WeightsForm
     opset: int
     seed: int
     say: Callable[[str], None]
     files: list[ExportedFile] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-    ran: dict[tuple[int, Phase], PurePart] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)  # names of the parts that compute nothing
+    ran: dict[tuple[int, Phase], PurePart] = field(default_factory=dict)  # the parts that were run, by worker and phase
     converted: list[Converted] = field(default_factory=list)
+    # example, expected: by names of part and row, the values that the pipeline is run on and those that it should
+    # compute
     example: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     expected: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 

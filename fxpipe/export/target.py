@@ -23,11 +23,7 @@ _HEAD = 64  # bytes of a model's file within which the producer's name is
 
 
 def check_packages() -> None:
-    """Refuse to start without the packages that the export needs.
-
-    Raises:
-        ExportError: names every missing package.
-    """
+    """Refuse to start without the packages that the export needs."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(
@@ -37,11 +33,7 @@ def check_packages() -> None:
 
 
 def check_opset(opset: int) -> None:
-    """Refuse an opset that PyTorch's exporter does not write.
-
-    Raises:
-        ExportError: too old or too new.
-    """
+    """Refuse an opset that PyTorch's exporter does not write."""
     if not OLDEST <= opset <= NEWEST:
         raise ExportError(
             f"opset {opset} is too {'old' if opset < OLDEST else 'new'} for PyTorch's exporter",
@@ -50,12 +42,7 @@ def check_opset(opset: int) -> None:
 
 
 def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
-    """Refuse a folder that an export could not be written to; an earlier export of the same kind may be replaced.
-
-    Raises:
-        ExportError: it holds something else, such as an export of the other kind, or is a file.
-        BuildError: it cannot be created.
-    """
+    """Refuse a folder that an export could not be written to; an earlier export of the same kind may be replaced."""
     folder = Path(folder)
     if folder.is_dir():
         pattern = _INFERENCE if inference else _TRAINING

@@ -19,11 +19,6 @@ def with_trained(build: Build, file: str | Path) -> Build:
 
     What a run does not write into the file (buffers that are not persistent, constants) stays unchanged. For a tied
     weight, one name is enough.
-
-    Raises:
-        BuildError: the file is not what fxpipe wrote.
-        ExportError: the file cannot be read, or is for another model: names every tensor that is missing, unknown or of
-            another shape or type.
     """
     file = Path(file)
     try:

@@ -30,11 +30,7 @@ _SIZES = (*BYTES, "owned_bytes", "copy_bytes", "saved_bytes")
 
 
 def difference_of_folders(first: Path, second: Path) -> Json:
-    """`difference` of two build folders.
-
-    Raises:
-        BuildError: one of them is not a build, or cannot be read.
-    """
+    """`difference` of two build folders."""
     from fxpipe.inspection.facts import facts
 
     one, two = read_subject(first), read_subject(second)
@@ -48,26 +44,21 @@ def difference(
     second_files: Files | None = None,
     names: tuple[str, str] = ("the first", "the second"),
 ) -> Json:
-    """What differs between two builds, by their facts.
+    """What differs between two builds, by their facts, and by the digests and code of their files (`_files`).
 
-    Args:
-        first_files, second_files: by name, digests of the "sources" and of the "weights", and the stages' "code".
-        names: of the builds.
-
-    Returns:
-        "identical": whether only times differ;
-        "settings": rows of "name", "first", "second";
-        "moved": units whose "phase" (forward, backward, weights) moved "from" one worker "to" another: their "modules",
-        number of "units", and "ms"; the phase "weights" only where W has its own cuts;
-        "owners": parameters that moved "from" one owner "to" another;
-        "workers": for each, its facts in "first" and "second" (None if that build has no such worker), and the names of
-        those that "changed";
-        "edges": for each kind and route, the names of the edges that "came", "went" or "changed" their value, and their
-        bytes "before" and "after";
-        "parameters", "sources", "code": names that only the "first" or the "second" has, and those that "changed";
-        "weights": whether the initial weights differ; None if unknown;
-        "edited": stages that were edited, "stale": sources that changed after compiling, of both builds;
-        "units", "nodes", "balance", "forecast": of both builds.
+    "identical": whether only times differ;
+    "settings": rows of "name", "first", "second";
+    "moved": units whose "phase" (forward, backward, weights) moved "from" one worker "to" another: their "modules",
+    number of "units", and "ms"; the phase "weights" only where W has its own cuts;
+    "owners": parameters that moved "from" one owner "to" another;
+    "workers": for each, its facts in "first" and "second" (None if that build has no such worker), and the names of
+    those that "changed";
+    "edges": for each kind and route, the names of the edges that "came", "went" or "changed" their value, and their
+    bytes "before" and "after";
+    "parameters", "sources", "code": names that only the "first" or the "second" has, and those that "changed";
+    "weights": whether the initial weights differ; None if unknown;
+    "edited": stages that were edited, "stale": sources that changed after compiling, of both builds;
+    "units", "nodes", "balance", "forecast": of both builds.
     """
     apart = any(unit["weights"] != unit["backward"] for facts in (first, second) for unit in facts["units"])
     phases = ("forward", "backward", *(["weights"] if apart else []))

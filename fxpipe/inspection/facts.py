@@ -35,15 +35,8 @@ def facts(
     policy: str | None = None,
     run: dict[str, Any] | None = None,
 ) -> Facts:
-    """All facts of a build.
-
-    Args:
-        schedule, policy: instead of the build's; another schedule brings its default policy.
-        run: as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy apply if none are given.
-
-    Raises:
-        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
-    """
+    """All facts of a build under its schedule and policy, or those of the run, or others; another schedule brings its
+    default policy."""
     recipe = recipe_of(subject, schedule, policy, run)
     tree = ModuleTree(subject)
     forecast, timeline = (None, None) if recipe is None else outlook(subject, recipe)
@@ -70,11 +63,7 @@ def facts(
 def recipe_of(
     subject: Subject, schedule: str | None, policy: str | None, run: dict[str, Any] | None = None
 ) -> Recipe | None:
-    """How the build is run; None if the policy is defined in the model file, which is not imported here.
-
-    Raises:
-        ScheduleError, PolicyError: as `facts`.
-    """
+    """How the build is run; None if the policy is defined in the model file, which is not imported here."""
     policy_name, plan = policy, subject.plan
     if (schedule, policy) == (None, None):
         schedule, policy_name = _ran_with(run)

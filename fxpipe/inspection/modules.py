@@ -26,9 +26,6 @@ class ModuleTree:
     Code outside submodules, such as the model's own forward, belongs to the whole model. The code after the last module
     in forward, and its backward, belongs to the loss function, whose row has path None. Sends and receives are nodes of
     their module, but the module does not run on workers that have no other nodes of it.
-
-    Attributes:
-        rows: as `fxpipe.inspection.facts` describes them.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -36,6 +33,7 @@ class ModuleTree:
         units = subject.plan.step.units
         self._last = max((i for i, path in enumerate(units) if path), default=len(units))
         self._index: dict[str | None, int] = {}
+        # as `fxpipe.inspection.facts` describes them
         self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
         apart = (self.of(units[i], i) for i, apart in enumerate(units_apart(subject)) if apart)
         self._add_counts("apart", Counter(apart))

@@ -220,7 +220,8 @@ def _verdict(runs: Sequence[Json], comparison: Json) -> list[str]:
 
 
 def run_table(runs: Sequence[Json], *, seeds: bool = False) -> Json:
-    """Runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON.
+    """Runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON. With `seeds`, those that
+    differ only in the seed share a row.
 
     settings  the names of those that differ
     outcomes  the names of the results: loss (the mean of the last steps), samples_per_second, seconds, and metrics of
@@ -228,9 +229,6 @@ def run_table(runs: Sequence[Json], *, seeds: bool = False) -> Json:
     rows      {runs: folders, seeds, settings: {name: value}, outcomes: {name: [mean, deviation]}}: the standard
               deviation of a sample, None for one run; both are None where a run has no finite value
     problems  of each run
-
-    Args:
-        seeds: runs that differ only in the seed share a row.
     """
     differ = settings_that_differ(runs)
     if any(name.startswith("setting ") for name in differ):

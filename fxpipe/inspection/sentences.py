@@ -184,17 +184,11 @@ def evaluation_text(facts: dict[str, Any] | None) -> str:
 
 @dataclass(frozen=True)
 class Staleness:
-    """How stale the weights are under a schedule and a policy.
+    """How stale the weights are under a schedule and a policy."""
 
-    Attributes:
-        updates: how many updates a forward misses at most, on any worker and in any microbatch.
-        predicted: whether some forwards see predictions, which start from these weights.
-        repaired: how updates correct for late gradients: 'error feedback', or ''.
-    """
-
-    updates: int
-    predicted: bool
-    repaired: str
+    updates: int  # how many updates a forward misses at most, on any worker and in any microbatch
+    predicted: bool  # whether some forwards see predictions, which start from these weights
+    repaired: str  # how updates correct for late gradients: 'error feedback', or ''
 
     def __str__(self) -> str:
         if not self.updates:

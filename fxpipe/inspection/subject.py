@@ -20,29 +20,19 @@ from fxpipe.stages.loaded import is_edited
 
 @dataclass(frozen=True)
 class Subject:
-    """A build without its tensors.
-
-    Attributes:
-        files: the current source of each stage, by file name.
-        passes: what each pass did, one line each.
-        folder: where it is; None for one in memory.
-        model: the path of the user's file; None for a build made from objects.
-        edited: the stages that were changed after they were emitted.
-        stale: what has changed since in the model file and the files that it imports.
-        measured: whether its times were measured.
-    """
+    """A build without its tensors."""
 
     plan: Plan = field(repr=False)
-    files: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, str] = field(repr=False)  # the current source of each stage, by file name
     costs: BuildCosts = field(repr=False)
     nodes: ProgramTable = field(repr=False)
     profile: Profile = field(repr=False)
-    passes: tuple[str, ...] = field(default=(), repr=False)
-    folder: Path | None = None
-    model: Path | None = None
-    edited: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
-    measured: bool = False
+    passes: tuple[str, ...] = field(default=(), repr=False)  # what each pass did, one line each
+    folder: Path | None = None  # where it is; None for one in memory
+    model: Path | None = None  # the path of the user's file; None for a build made from objects
+    edited: tuple[str, ...] = ()  # the stages that were changed after they were emitted
+    stale: tuple[str, ...] = ()  # what has changed since in the model file and the files that it imports
+    measured: bool = False  # whether its times were measured
 
 
 def subject_of(build: Build) -> Subject:
@@ -61,11 +51,7 @@ def subject_of(build: Build) -> Subject:
 
 
 def read_subject(folder: str | Path) -> Subject:
-    """Read a build's folder, but neither weights nor the model; no stage is imported.
-
-    Raises:
-        BuildError: it is not a build, is of another version, or one of its files is missing or cannot be read.
-    """
+    """Read a build's folder, but neither weights nor the model; no stage is imported."""
     folder = Path(folder)
     if not folder.exists():
         raise BuildError(f"there is no {folder}", hint="give a build folder, or a model file that ends in .py")

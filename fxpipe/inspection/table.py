@@ -87,17 +87,11 @@ def described_links(links: Links) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value.
+    """A kind of value."""
 
-    Attributes:
-        write: formats the value.
-        left: whether cells are words, which are aligned to the left.
-        elastic: whether cells are names, which are shortened, or broken anywhere, if there is little space.
-    """
-
-    write: Callable[[Any], Cell]
-    left: bool = False
-    elastic: bool = False
+    write: Callable[[Any], Cell]  # formats the value
+    left: bool = False  # whether cells are words, which are aligned to the left
+    elastic: bool = False  # whether cells are names, which are shortened, or broken anywhere, if there is little space
 
 
 NUMBER = Kind(number)
@@ -123,17 +117,12 @@ WORKERS = Kind(lambda cell: NONE if cell is None else cell if isinstance(cell, t
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
-
-    Attributes:
-        of: the key of its value in a row, which may lack it, or a function of the row.
-        spare: if there is little space, columns with the largest number are left out first; those with 0 never.
-    """
+    """A column."""
 
     title: str
-    of: str | Callable[[Any], Any]
+    of: str | Callable[[Any], Any]  # the key of its value in a row, which may lack it, or a function of the row
     kind: Kind = NUMBER
-    spare: int = 0
+    spare: int = 0  # if there is little space, columns with the largest number are left out first; those with 0 never
 
     def value(self, row: Any) -> Any:
         """The value in a row; None if unknown."""

@@ -119,11 +119,7 @@ def parameters(rows: Sequence[Json]) -> ShownTable:
 
 
 def edges(rows: Sequence[Json], every: bool = True) -> ShownTable:
-    """What crosses between workers, kind by kind.
-
-    Args:
-        every: whether each edge has its row; else edges of a kind that has more than `MANY` share one for each route.
-    """
+    """What crosses between workers, kind by kind: every edge, or one row a route for kinds with more than `MANY`."""
     kinds: dict[str, list[Json]] = {}
     for edge in rows:
         kinds.setdefault(edge["kind"], []).append(edge)
@@ -215,8 +211,7 @@ def balance(partitions: Sequence[Json]) -> ShownTable:
 def schedules(rows: Sequence[Json], samples: int | None) -> ShownTable:
     """The schedules that were compared, the best first, and why each other one was not or cannot be chosen.
 
-    Args:
-        samples: of a minibatch; if None (unknown), times are per microbatch.
+    Times are per microbatch where the samples of a minibatch are not known.
     """
 
     def pace(row: Json) -> float:
@@ -261,11 +256,7 @@ def memory(rows: Sequence[Json]) -> ShownTable:
 
 
 def steps(metrics: Json, named: Json) -> ShownTable:
-    """What was measured at every step.
-
-    Args:
-        named: metrics that the model file defines.
-    """
+    """What was measured at every step, and the metrics that the model file names."""
     names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
     series = {n.replace("_", " "): metrics[n] for n in names if any(v is not None for v in metrics.get(n, ()))} | named
     columns = [Column("step", itemgetter(0), COUNT)]

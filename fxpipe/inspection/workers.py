@@ -23,12 +23,7 @@ from fxpipe.simulator.memory import peak_bytes
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
-    """A row for each worker.
-
-    Args:
-        recipe: how the build is run, which decides what is in flight; None means as it was compiled.
-        traffic: of that recipe.
-    """
+    """A row for each worker, as the build was compiled, or by how it is run, which decides what is in flight."""
     schedule = None if recipe is None else recipe.schedule
     memory = [worker.memory_bytes for worker in subject.costs.workers]
     if recipe is not None:
@@ -112,8 +107,7 @@ def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
 def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
     """A row for each edge of the plan, in its order; then one for each owner of weights and reader of copies.
 
-    Args:
-        traffic: knows how many versions of the weights are sent; without it, each weight counts once.
+    Without `traffic`, which knows how many versions of the weights are sent, each weight counts once.
     """
     sends = subject.nodes.sends
     rows = []

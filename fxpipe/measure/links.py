@@ -77,35 +77,24 @@ SAID, REPORT = "said", "report"
 
 @dataclass(frozen=True)
 class PairTimes:
-    """What one process measured with another, in one direction.
-
-    Attributes:
-        latency: seconds one way, from round trips of 4 KiB.
-        bandwidth: bytes a second, for each of `SIZES`.
-        copy: processor seconds a byte, the mean of both ends.
-    """
+    """What one process measured with another, in one direction."""
 
     source: int
     target: int
-    latency: float
-    bandwidth: tuple[float, ...]
-    copy: float
+    latency: float  # seconds one way, from round trips of 4 KiB
+    bandwidth: tuple[float, ...]  # bytes a second, for each of `SIZES`
+    copy: float  # processor seconds a byte, the mean of both ends
 
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Pairs of processes over one transport: all of them, or some.
-
-    Attributes:
-        alike: whether all pairs are equivalent, as on one machine.
-        carriers: what carries messages in each direction, measured or not.
-    """
+    """Pairs of processes over one transport: all of them, or some."""
 
     transport: Transport
     workers: int
     pairs: tuple[PairTimes, ...]
-    alike: bool = True
-    carriers: tuple[Carrier, ...] = ()
+    alike: bool = True  # whether all pairs are equivalent, as on one machine
+    carriers: tuple[Carrier, ...] = ()  # what carries messages in each direction, measured or not
 
     @property
     def by_device(self) -> bool:
@@ -145,15 +134,7 @@ def _overall(pair: PairTimes) -> float:
 
 
 def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None] = lambda text: None) -> LinkReport:
-    """The result of `measure_group` for `workers` new processes on this machine.
-
-    Args:
-        total: as for `measure_group`.
-        say: is called with how many pairs are measured.
-
-    Raises:
-        RunError, PeerLost, WorkerLost: the error of the first process that failed; the others were ended.
-    """
+    """The result of `measure_group` for `workers` new processes on this machine."""
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_links_", ignore_cleanup_errors=True) as folder,
         Guardian(Path(folder)) as guardian,
@@ -212,16 +193,8 @@ def measure_group(
     """Latency, bandwidth and processor time between the processes of the group that the environment describes.
 
     Every process calls it, and gets the same result. They communicate as workers of a run would: through memory that
-    they share, else over NCCL if each has its own CUDA device, else over gloo.
-
-    Args:
-        total: bytes that each pair sends for each size.
-        say: is called with how many pairs are measured.
-        board: through whose folder processes of one machine connect (see `open_group`).
-
-    Raises:
-        RunError: there is only one process, or torchrun started none.
-        PeerLost: another process is gone.
+    they share, else over NCCL if each has its own CUDA device, else over gloo. Each pair sends `total` bytes for each
+    size. Processes of one machine connect through the folder of `board` (see `open_group`).
     """
     place = place_of_process()
     if place is None or place[1] < 2:

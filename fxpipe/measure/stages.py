@@ -61,21 +61,11 @@ def measure_stages(
     repeats: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[StageTime, ...]:
-    """Each worker's times, in this process; the build and the random state stay unchanged.
+    """Each worker's times for a minibatch, in this process; the build and the random state stay unchanged.
 
     One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for about
-    `BUDGET` seconds in all; longer only if a few microbatches take longer.
-
-    Args:
-        batch: one whole minibatch.
-        optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
-        threads: CPU threads of one worker; by default its share of the cores, as in a run.
-        repeats: minibatches to measure, however long they take; by default up to 50, as `BUDGET` allows.
-        say: is called with the stage that is being timed.
-
-    Raises:
-        BatchError: the batch does not fit the build.
-        RunError: a stage failed.
+    `BUDGET` seconds in all; longer only if a few microbatches take longer. With `repeats`, that many minibatches are
+    measured, however long they take. By default a worker has its share of the cores, as in a run.
     """
     plan = build.plan
     device = torch.device(plan.device)

@@ -16,16 +16,10 @@ from fxpipe.typed_json import dumps
 
 
 class LineFile:
-    """Appends JSON objects to a file, each as a whole line or not at all.
+    """Appends JSON objects to a file, each as a whole line or not at all; `anew` drops what is there. Its folder must
+    exist.
 
     One thread may write while another syncs, and does not wait for the disk.
-
-    Args:
-        path: its folder must exist.
-        anew: drop what is there, and do not append to it.
-
-    Attributes:
-        lost: how many lines could not be written.
 
     Raises:
         OSError: the file cannot be opened.
@@ -33,7 +27,7 @@ class LineFile:
 
     def __init__(self, path: Path, *, anew: bool = True) -> None:
         self.path = path
-        self.lost = 0
+        self.lost = 0  # how many lines could not be written
         self._failing = False
         self._lock = threading.Lock()  # of the descriptor; -1 when it is closed
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

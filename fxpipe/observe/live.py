@@ -19,13 +19,8 @@ class WorkerState(NamedTuple):
 
 
 class Live:
-    """Reads what the workers have done since the beginning, and turns it into shares of the time since it last did.
-
-    Args:
-        read: their sums, by rank; empty if nothing is known.
-        noun: what it has numbers of: `worker`, or `rank` where processes have several.
-        period: seconds for which an answer lasts.
-    """
+    """Reads what the workers have done since the beginning, by rank, or nothing if that is not known, and turns it into
+    shares of the time since it last did. An answer lasts for `period` seconds."""
 
     def __init__(self, read: Callable[[], list[Status]], noun: str = "worker", period: float = PERIOD) -> None:
         self.noun = noun

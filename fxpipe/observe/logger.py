@@ -90,11 +90,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def check_loggers(asked: Sequence[str], out: str | None) -> None:
-    """Refuse, before any work is done, built-in loggers that cannot log.
-
-    Raises:
-        FxpipeError: as `Logger.check`.
-    """
+    """Refuse, before any work is done, built-in loggers that cannot log."""
     for text in asked:
         name, _, where = text.partition("=")
         if name in _OWN:
@@ -102,11 +98,7 @@ def check_loggers(asked: Sequence[str], out: str | None) -> None:
 
 
 def open_loggers(asked: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """The loggers that texts like `tensorboard=runs/a` name.
-
-    Raises:
-        FxpipeError: there is none of that name, or it cannot log.
-    """
+    """The loggers that texts like `tensorboard=runs/a` name."""
     parts = [text.partition("=") for text in asked]
     return [_kind(name)(where or None, run) for name, _, where in parts]
 

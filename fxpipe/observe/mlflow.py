@@ -20,9 +20,6 @@ class MlflowLog(Logger):
 
     A run that goes on in the same folder goes on in the same run of MLflow, which keeps both values of a step that is
     made again. A process that is killed loses the last `PAUSE` seconds.
-
-    Raises:
-        RunError: MLflow cannot be reached, or starts no run.
     """
 
     name: ClassVar[str] = "mlflow"

@@ -32,14 +32,8 @@ PARTIAL = "partial"
 class OutFolder:
     """The files of one run, in worker 0's process.
 
-    Args:
-        out: made if it is not there.
-        continue_after: the run goes on after this step of an interrupted one. None begins anew.
-        earlier: the output folder of the interrupted run, if it may be another one. Its files do not change.
-
-    Attributes:
-        own: where this run's files go: `out`, or a folder in it until `take_place`.
-        before: where the interrupted run may have left files; in the first one, metrics come nearest to the step.
+    The run goes on after a step of an interrupted one, `continue_after`, or begins anew. `earlier` is that one's output
+    folder, if it may be another one: its files do not change.
 
     Raises:
         OSError: it cannot be written.
@@ -48,8 +42,10 @@ class OutFolder:
     def __init__(self, out: Path, continue_after: int | None = None, earlier: Path | None = None) -> None:
         self._out, partial = out, out / PARTIAL
         out.mkdir(parents=True, exist_ok=True)
+        # where the interrupted run may have left files; in the first one, metrics come nearest to the step
         self.before: list[Path] = []
         if continue_after is None:
+            # where this run's files go: `out`, or a folder in it until `take_place`
             self.own = partial if _earlier(out) else out
         else:
             home = out if earlier is None or earlier.resolve() == out.resolve() else earlier
@@ -65,11 +61,8 @@ class OutFolder:
             remove_abandoned(folder)
 
     def continue_lines(self, name: str, after: int, kept: Callable[[dict[str, Any]], None]) -> None:
-        """Take over the whole lines of the interrupted run with a step up to `after`; the others are dropped.
-
-        Args:
-            name: of a file of JSON lines.
-            kept: called with each line as an object.
+        """Take over the whole lines of the interrupted run with a step up to `after`, each of which `kept` gets; the
+        others are dropped.
 
         Raises:
             OSError: they cannot be written.
@@ -83,8 +76,7 @@ class OutFolder:
     def take_place(self, written: Collection[str]) -> None:
         """The run has ended without an error: replace an earlier run's files by this run's; never raises.
 
-        Args:
-            written: names of files that this run has in their place already, or leaves as they are.
+        This run has the files of `written` in their place already, or leaves them as they are.
         """
         if self.own == self._out:
             return

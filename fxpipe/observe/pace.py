@@ -12,21 +12,12 @@ STEADY = 4
 
 
 class Pace:
-    """The time of a run's steps.
-
-    Args:
-        workers: the pipeline has so many, and begins to fill after `first`.
-
-    Attributes:
-        first: how many steps were made before the run went on.
-        steps: how many were made since then.
-        work: what they were.
-        evaluation_seconds: those of evaluations before the last step.
-    """
+    """The time of a run's steps. The pipeline has so many workers, and begins to fill after `first`."""
 
     def __init__(self, first: int, workers: int) -> None:
-        self.first, self.steps, self.work = first, 0, NO_WORK
-        self.evaluation_seconds = 0.0
+        self.first = first  # how many steps were made before the run went on
+        self.steps, self.work = 0, NO_WORK  # made since then
+        self.evaluation_seconds = 0.0  # those of evaluations before the last step
         self._evaluating = 0.0  # of the evaluations since the last step
         self._steady = _Steady(first + workers, workers)
         self.begin()
@@ -74,9 +65,7 @@ class Pace:
 class _Steady:
     """The rate of samples between the steps in which the pipeline fills and those in which it empties.
 
-    Args:
-        filled: steps from this number on count; the one before it is the last in which the pipeline fills.
-        emptying: how many of the last steps do not count.
+    Steps after number `filled` count, but for the last `emptying` ones.
     """
 
     def __init__(self, filled: int, emptying: int) -> None:

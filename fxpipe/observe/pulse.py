@@ -62,25 +62,16 @@ class Status(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """What a worker's numbers say.
-
-    Attributes:
-        step: of what it does, from 1; 0 before the first.
-        moves: how much it has done: while this stays, it makes no progress.
-        beat: how many beats there have been: while this stays, the worker does not run.
-        doing: the kind of the innermost open span; None between two.
-        what: what it waits for or exchanges, None if that is nothing.
-        other: with which worker.
-    """
+    """What a worker's numbers say."""
 
     phase: Phase
-    step: int
-    moves: int
-    beat: int
+    step: int  # of what it does, from 1; 0 before the first
+    moves: int  # how much it has done: while this stays, it makes no progress
+    beat: int  # how many beats there have been: while this stays, the worker does not run
     status: Status
-    doing: str | None
-    what: str | None
-    other: int
+    doing: str | None  # the kind of the innermost open span; None between two
+    what: str | None  # what it waits for or exchanges, None if that is nothing
+    other: int  # with which worker
 
     @staticmethod
     def of(numbers: Any) -> Signs:
@@ -169,8 +160,7 @@ class Followed(Protocol):
 class Pulse:
     """The pulse of one process. The last watch in which a span is open says what it does.
 
-    Args:
-        numbers: where others read them, or its own, which `after_beat` passes on.
+    Others read its numbers where they are, or `after_beat` passes them on.
     """
 
     def __init__(self, numbers: MutableSequence[int] | None = None) -> None:
@@ -198,9 +188,7 @@ class Pulse:
     def follow(self, watches: Sequence[Followed], others: Sequence[Followed] = ()) -> None:
         """From now on the spans of these watches are progress, and say what the process does.
 
-        Args:
-            watches: one for each of its workers; they say how busy it is.
-            others: watches of what else it measures.
+        One watch for each of its workers says how busy it is; `others` are of what else it measures.
         """
         for watch in (*watches, *others):
             watch.pulse = self.numbers

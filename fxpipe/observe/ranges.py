@@ -8,14 +8,10 @@ from contextlib import AbstractContextManager
 
 
 class Ranges:
-    """The open spans, outermost first. Each is a range of the profiler while the ranges are on.
+    """The open spans, outermost first. Each is a range of the profiler, which `make` makes, while the ranges are on.
 
     A profiler nests the ranges of a thread. So a worker that lets another one of its thread continue leaves its own
     (`leave`), and enters them again when it goes on (`enter`).
-
-    Args:
-        make: a range of the profiler, by its name.
-        on: else they are ranges after `switch`.
     """
 
     def __init__(self, make: Callable[[str], AbstractContextManager[object]], on: bool) -> None:

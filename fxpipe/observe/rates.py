@@ -20,18 +20,12 @@ RATES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What some minibatches are; None for what is not known of one of them.
-
-    Attributes:
-        tokens: their sequences' positions.
-        flops: of forward and backward, each device's share.
-        least: the seconds that these take at the devices' peak.
-    """
+    """What some minibatches are; None for what is not known of one of them."""
 
     samples: int
-    tokens: int | None = None
-    flops: float | None = None
-    least: float | None = None
+    tokens: int | None = None  # their sequences' positions
+    flops: float | None = None  # of forward and backward, each device's share
+    least: float | None = None  # the seconds that these take at the devices' peak
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -58,10 +52,8 @@ def samples_of(plan: Plan) -> int:
 
 
 def work_of(plan: Plan, devices: Sequence[Device | None] = (None,)) -> Work:
-    """What a minibatch of the plan is.
-
-    Args:
-        devices: of the run, each once, with the peak as its `flops`; None for one whose peak is not known.
+    """What a minibatch of the plan is, on devices with their peak as `flops`; None stands for one whose peak is not
+    known.
     """
     count = plan.microbatches
     peaks = [device for device in devices if device is not None]
@@ -79,11 +71,7 @@ def work_of(plan: Plan, devices: Sequence[Device | None] = (None,)) -> Work:
 def work_by_shape(
     plan: Callable[[], Plan], shape_of: Callable[[int], int], devices: Sequence[Device | None]
 ) -> Callable[[int], Work]:
-    """What a minibatch is, by the shape of its batch.
-
-    Args:
-        plan: gives the plan with all shapes that there are by now.
-    """
+    """What a minibatch is, by the shape of its batch; `plan` gives the plan with all shapes that there are by now."""
     known: list[Work] = []
 
     def work(minibatch: int) -> Work:

@@ -28,34 +28,22 @@ LOOK = 5.0
 
 @dataclass(frozen=True)
 class ScaledStep:
-    """A step under a loss scale.
+    """A step under a loss scale."""
 
-    Attributes:
-        scale: what its loss was multiplied by.
-        skipped: whether it made no update, because gradients overflowed.
-    """
-
-    scale: float
-    skipped: bool
+    scale: float  # what its loss was multiplied by
+    skipped: bool  # whether it made no update, because gradients overflowed
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A minibatch that is over on worker 0.
-
-    Attributes:
-        lr: worker 0's learning rate, if it trains something.
-        norm: of all gradients, if they are clipped.
-        metrics: what the loss came with.
-        scaled: how the loss was scaled, if it was.
-    """
+    """A minibatch that is over on worker 0."""
 
     minibatch: int
     loss: float
-    lr: float | None = None
-    norm: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    scaled: ScaledStep | None = None
+    lr: float | None = None  # worker 0's learning rate, if it trains something
+    norm: float | None = None  # of all gradients, if they are clipped
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss came with
+    scaled: ScaledStep | None = None  # how the loss was scaled, if it was
 
     def line(self, epoch: int | None) -> dict[str, Any]:
         """Its line in `metrics.jsonl`, without what takes time."""
@@ -73,31 +61,13 @@ class RecordedStep:
 class Record:
     """Collects a run's steps on worker 0. `docs/reference/files.md` describes the lines of `metrics.jsonl`.
 
-    Training does not end because something cannot be written or shown (see `LineFile`).
+    Training does not end because something cannot be written or shown (see `LineFile`). Loggers get the same numbers:
+    `train/loss`, `train/lr`, `train/grad_norm`, the rates and `train/NAME` for each metric that the loss came with; one
+    for each value of each worker, like `busy/worker_0`; `eval/NAME` and `averaged/NAME`.
 
-    Args:
-        work_of: gives what a minibatch is.
-        loggers: get the same numbers: `train/loss`, `train/lr`, `train/grad_norm`, the rates and `train/NAME` for each
-            metric that the loss came with; one for each value of each worker, like `busy/worker_0`;
-            `eval/NAME` and `averaged/NAME`.
-        workers, before: the pipeline has so many workers, and begins to fill after so many steps (see
-            `Pace.steady`).
-        continue_after: the run goes on after this step of an interrupted one, whose lines up to it are kept, and whose
-            later ones are dropped. The evaluation after this step may be made again: it is
-            not written again. None begins anew.
-        earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
-        steps_per_epoch: where it is known.
-
-    Attributes:
-        folder: `out`, if there is one.
-        steps_per_epoch: how many steps an epoch has, where that is known.
-        losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
-        metrics: of the last step.
-        evaluations: `{"step", "metrics"}` each, perhaps with `averaged`, with those that were kept.
-        pace: of the steps since this object was made.
-
-    Raises:
-        RunError: `out` cannot be written.
+    A run that goes on after a step of an interrupted one (`continue_after`) keeps its lines up to that step, in its own
+    folder or from that of the `earlier` one. The evaluation after this step may be made again, and is not written
+    again.
     """
 
     def __init__(
@@ -113,15 +83,17 @@ class Record:
         earlier: Path | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        self.folder: OutFolder | None = None
+        self.folder: OutFolder | None = None  # `out`, if there is one
         self._work_of = work_of
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch  # how many steps an epoch has, where that is known
         self.total = total
+        # of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains
         self.losses = array("d")
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the last step
+        # `{"step", "metrics"}` each, perhaps with `averaged`, with those that were kept
         self.evaluations: list[Evaluation] = []
         self._earlier = 0.0  # seconds of training before this run went on
-        self.pace = Pace(continue_after or 0, workers)
+        self.pace = Pace(continue_after or 0, workers)  # of the steps since this object was made
         self._progress = progress
         self._workers: Live | None = None
         self._looked = 0.0
@@ -199,10 +171,8 @@ class Record:
             self._file.sync()
 
     def take_place(self, written: Collection[str]) -> None:
-        """The trained weights are written: this run's files take the place of an earlier run's.
-
-        Args:
-            written: see `OutFolder.take_place`.
+        """The trained weights are written: this run's files take the place of an earlier run's
+        (`OutFolder.take_place`).
         """
         if self.folder is not None and self._file is not None:
             self.folder.take_place(written)

@@ -25,7 +25,7 @@ _METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", *RATES)
 
 
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
-    """All of a run in one dict of plain JSON.
+    """All of a run, which must be of the plan with this digest, in one dict of plain JSON.
 
     It has the keys of `run.json`, if they can be read, and
 
@@ -38,12 +38,6 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
                     run.json, or of metrics.jsonl as far as that goes
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
                     of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
-
-    Args:
-        digest: that of the plan whose run it must be.
-
-    Raises:
-        RunError: the folder is not a run, or the run is of another build.
     """
     folder = Path(folder)
     if not (folder / RUN).is_file() and not (folder / METRICS).is_file():

@@ -34,11 +34,8 @@ class Evaluation(TypedDict):
 
 
 def add_evaluation(row: Mapping[str, Any], evaluations: list[Evaluation], number: Callable[[Any], Any]) -> bool:
-    """Add a line of `metrics.jsonl` to the evaluations before it, if it is of one; returns whether it is.
-
-    Args:
-        number: what a value is, which is null if it was not finite.
-    """
+    """Add a line of `metrics.jsonl` to the evaluations before it, if it is of one; returns whether it is. `number`
+    reads a value, which is null if it was not finite."""
     for kind in EVALUATIONS:
         if isinstance(row.get(kind), dict):
             metrics = {name: number(value) for name, value in row[kind].items()}

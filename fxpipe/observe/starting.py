@@ -12,11 +12,7 @@ PAUSE = 5.0
 
 
 def starting_text(signs: Sequence[Signs], noun: str) -> str:
-    """`loading the build, the model and the data`, or of several `worker 0: reading the first batch; …`.
-
-    Args:
-        noun: what a process is called.
-    """
+    """`loading the build, the model and the data`, or of several `worker 0: reading the first batch; …`."""
     found: dict[str, list[str]] = {}
     for place, sign in enumerate(signs):
         found.setdefault(_words(sign), []).append(str(place))

@@ -22,9 +22,6 @@ class TensorboardLog(Logger):
 
     TensorBoard's relative time counts from when this object was made. Of an earlier run that this one continues, it
     forgets what came later. A process that is killed loses the last `PAUSE` seconds.
-
-    Raises:
-        RunError: the package cannot be imported, or the folder cannot be written.
     """
 
     name: ClassVar[str] = "tensorboard"

@@ -19,22 +19,15 @@ _COMPUTES = ("F", "B", "W", "predict", "update")
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank's workers did, added up, in seconds.
-
-    Attributes:
-        empty: how long it waits for its first backwards, and after its last ones for the end of the run.
-        work: forwards, backwards, updates and copies of messages as planned; as measured without a forecast.
-        late: how much longer than planned its forwards and backwards took; without a forecast, how long no core
-            computed them.
-        computes: how long it computed, on a core or not.
-    """
+    """What a rank's workers did, added up, in seconds."""
 
     number: int
     name: str
-    empty: float
-    work: float
+    empty: float  # how long it waits for its first backwards, and after its last ones for the end of the run
+    work: float  # forwards, backwards, updates and copies of messages as planned; as measured without a forecast
+    # how much longer than planned its forwards and backwards took; without a forecast, how long no core computed them
     late: float
-    computes: float
+    computes: float  # how long it computed, on a core or not
     host: Mapping[str, Any]
 
     @staticmethod
@@ -68,11 +61,7 @@ def time_losses(
     """The losses of time of a run, largest first: `{"worker", "share", "cause", "text"}`.
 
     `share` is that of the run, 0 to 1; `worker` is None for a loss of all workers, and a rank where ranks have several
-    workers. `cause` is `fill`, `uneven` or `cores`.
-
-    Args:
-        workers, forecast: of `run.json`; without a forecast, what was measured is taken as planned.
-        seconds, steps, microbatches: of the run.
+    workers. `cause` is `fill`, `uneven` or `cores`. Without a forecast, what was measured is taken as planned.
     """
     if steps <= 0 or not workers or not seconds > 0:
         return []

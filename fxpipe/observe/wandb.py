@@ -13,9 +13,6 @@ class WandbLog(Logger):
     """Logs into a project, by default `fxpipe`; the run has the name of its output folder, where wandb's files go, too.
 
     A run that goes on in the same folder goes on in wandb's run, which keeps the first value of every step.
-
-    Raises:
-        RunError: wandb starts no run, as where no one has logged in.
     """
 
     name: ClassVar[str] = "wandb"

@@ -70,13 +70,6 @@ class Watch:
     """Measures one worker. It belongs to one thread, but any thread may ask for `status`.
 
     Evaluation is not part of training: `busy`, `spent` and `waits` leave it out, and `training` is the time without it.
-
-    Attributes:
-        refills: an evaluation gets the workers out of step, because their pipeline does not empty before it. What a
-            worker then waits, until its first backward is over, counts as evaluation.
-        pulse: the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends.
-        sends: of a message that should have been received by now, what it is and its receiver; else None.
-        ranges: where a profiler shows the spans, if one does.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -84,9 +77,13 @@ class Watch:
         self._clock: _CudaClock | None = None
         self._minibatch = self._microbatch = 0
         self._open: list[_OpenSpan] = []  # as the code has it; `_sums` has what the device has reached
+        # the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends
         self.pulse: MutableSequence[int] = no_numbers()
+        # of a message that should have been received by now, what it is and its receiver; else None
         self.sends: Cause | None = None
-        self.ranges: Ranges | None = None
+        self.ranges: Ranges | None = None  # where a profiler shows the spans, if one does
+        # an evaluation gets the workers out of step, because their pipeline does not empty before it. What a worker
+        # then waits, until its first backward is over, counts as evaluation
         self.refills = False
         self._spans: Spans | None = None
         self.begin()
@@ -229,24 +226,17 @@ class Watch:
 
 
 class _Sums:
-    """What the device has reached, in nanoseconds.
-
-    Attributes:
-        stack: the open spans, with their beginnings; what came before `since` is already counted.
-        own: own times by whole and kind.
-        closed: how many spans of each kind are closed.
-        waits: by the value and the worker that was waited for.
-        fill: the waits before the first backward without a flush could run.
-        refilling: whether an evaluation got the workers out of step.
-    """
+    """What the device has reached, in nanoseconds."""
 
     def __init__(self) -> None:
+        # the open spans, with their beginnings; what came before `since` is already counted
         self.stack: list[tuple[_OpenSpan, int]] = []
-        self.since = self.fill = 0
-        self.own = [0] * (_SIZE * _SIZE)
-        self.closed = [0] * _SIZE
-        self.waits: dict[tuple[str, int], int] = {}
-        self.refilling = False
+        self.since = 0
+        self.fill = 0  # the waits before the first backward without a flush could run
+        self.own = [0] * (_SIZE * _SIZE)  # own times by whole and kind
+        self.closed = [0] * _SIZE  # how many spans of each kind are closed
+        self.waits: dict[tuple[str, int], int] = {}  # by the value and the worker that was waited for
+        self.refilling = False  # whether an evaluation got the workers out of step
 
     def reach(self, now: int, mark: _OpenSpan | None, refills: bool) -> tuple[_OpenSpan, int] | None:
         """Reach the beginning of a span, or the end of the innermost one; returns that one and its beginning."""
@@ -275,16 +265,11 @@ class _Sums:
 
 
 class Spans:
-    """Closed spans by column, because a long run has millions; times are nanoseconds of `perf_counter_ns`.
-
-    Attributes:
-        kinds: places in `KINDS`.
-        causes: places in `table`.
-    """
+    """Closed spans by column, because a long run has millions; times are nanoseconds of `perf_counter_ns`."""
 
     def __init__(self) -> None:
         self.table: dict[Cause | None, int] = {None: 0}
-        self.kinds, self.causes = array("b"), array("i")
+        self.kinds, self.causes = array("b"), array("i")  # places in `KINDS`, and in `table`
         self.minibatches, self.microbatches = array("i"), array("i")
         self.begins, self.ends = array("q"), array("q")
 

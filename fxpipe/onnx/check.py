@@ -16,20 +16,12 @@ from fxpipe.errors import ExportError, first_line
 
 
 def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All outputs of a model's file, computed by onnxruntime on the CPU.
-
-    Raises:
-        ExportError: the file is not a valid model, onnxruntime cannot run it, or an input is missing.
-    """
+    """All outputs of a model's file, computed by onnxruntime on the CPU."""
     return CheckedSession(path).run(inputs)
 
 
 class CheckedSession:
-    """A model's file, checked and loaded into onnxruntime on the CPU, to be run more than once.
-
-    Raises:
-        ExportError: the file is not a valid model, or onnxruntime cannot load it.
-    """
+    """A model's file, checked and loaded into onnxruntime on the CPU, to be run more than once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,11 +38,7 @@ class CheckedSession:
             raise self._cannot(error) from error
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs.
-
-        Raises:
-            ExportError: onnxruntime cannot run it, or an input is missing.
-        """
+        """All outputs."""
         names = [value.name for value in self._session.get_outputs()]
         input_names = [value.name for value in self._session.get_inputs()]
         missing = next((name for name in input_names if name not in inputs), None)

@@ -35,15 +35,9 @@ def convert(
 ) -> onnx.ModelProto:
     """The module as an ONNX model with static shapes: inputs and outputs in order, under the names given.
 
-    Args:
-        module: functional ATen calls; every tensor it reads is a placeholder, its output a tuple of tensors.
-        examples: a tensor for each placeholder; shape, strides and dtype count, not values. May be fake.
-        input_names: a name for each placeholder. An unused placeholder stays an input of the model.
-        output_names: a name for each output. An output that is an input, or occurs twice, is copied.
-        opset: the version of ONNX's operators.
-
-    Raises:
-        ExportError: operators that ONNX cannot express, each with its places; or the first that PyTorch cannot convert.
+    The module has functional ATen calls; every tensor it reads is a placeholder, its output a tuple of tensors. Of the
+    examples, one for each placeholder, shape, strides and dtype count; they may be fake. An unused placeholder stays an
+    input of the model. An output that is an input, or occurs twice, is copied.
     """
     with quiet():
         decomposed = decompose(module, examples, decomposition_table())
@@ -59,14 +53,9 @@ def convert_exported(
     opset: int = 20,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
-    """An exported inference program as an ONNX model.
+    """An inference program of `torch.export.export` as an ONNX model; dimensions that it leaves open stay open.
 
-    Args:
-        program: from `torch.export.export`; dimensions that it leaves open stay open.
-        input_names: a name for each of the user's inputs.
-        output_names: a name for each output.
-        opset: the version of ONNX's operators.
-        dynamic: names for open dimensions: input or output → dimension → name, as `{"x": {0: "batch"}}`.
+    `dynamic` names them: input or output → dimension → name, as `{"x": {0: "batch"}}`.
     """
     with quiet():
         _look_for_operators_again()

@@ -200,11 +200,7 @@ _NODE = re.compile(r"%(\w+) : .*\btarget=torch\.ops\.([\w.]+)\]")
 
 @contextlib.contextmanager
 def refused(graph: fx.Graph) -> Iterator[None]:
-    """Inside, errors of torch's work on a graph name the operator and its place.
-
-    Raises:
-        ExportError: torch failed.
-    """
+    """Inside, errors of torch's work on a graph name the operator and its place."""
     try:
         yield
     except ExportError:

@@ -58,13 +58,7 @@ def program_of(
     constants: Mapping[str, Any],
     part_of: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """A graph as an exported program.
-
-    Args:
-        inputs: what each placeholder is.
-        results: the graph's outputs.
-        part_of: the program whose open sizes it shares; if None, all sizes are fixed.
-    """
+    """A graph as an exported program with the open sizes of the one it is part of; without one, all sizes are fixed."""
     outputs = [
         OutputSpec(
             OutputKind.USER_OUTPUT,

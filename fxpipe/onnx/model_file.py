@@ -24,11 +24,7 @@ _ALIGNMENT = 4096  # of a tensor in a file next to the model, so that it can be 
 
 
 def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
-    """The model under its name, without its own functions.
-
-    Raises:
-        ExportError: the model has another opset.
-    """
+    """The model under its name, without its own functions."""
     version = {o.domain: o.version for o in model.opset_import}.get("")
     if version != opset:
         raise ExportError(f"{name} has opset {version}, not {opset}", hint="another --opset")
@@ -50,14 +46,8 @@ def note(model: onnx.ModelProto, body: Mapping[str, Any], inputs: Sequence[str],
 
 
 def write(path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], form: WeightsForm) -> Path | None:
-    """Write a model, with those of its inputs that `weights` names in the given form.
-
-    Returns:
-        The file next to it that holds the weights, if there is one.
-
-    Raises:
-        ExportError: it would be larger than a protocol buffer can be.
-    """
+    """Write a model, with those of its inputs that `weights` names in the given form; returns the file next to it that
+    holds them, if there is one."""
     weights_file = None
     if form != "inputs" and weights:
         kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
@@ -87,11 +77,7 @@ def write(path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], for
 
 
 def check_size(name: str, count: int, form: WeightsForm) -> None:
-    """Refuse a model that a file cannot hold.
-
-    Raises:
-        ExportError: says how large it would be.
-    """
+    """Refuse a model that a file cannot hold."""
     if count > LIMIT:
         raise ExportError(
             f"{name}.onnx would be {size(count)}, and an ONNX file holds at most {size(LIMIT)}",

@@ -66,31 +66,21 @@ def said(constant: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch, flattened once; facts about its leaves are computed when first asked for.
+    """A batch, flattened once; facts about its leaves are computed when first asked for."""
 
-    Attributes:
-        given: as it comes from the data, or padded, moved or cut.
-        values: its leaves, tensors and constants.
-        tree: how it is built from them.
-        constants: the leaves that are constants of the capture, by their names or keys. Other numbers become tensors
-            without dimensions, and other strings are not read.
-        cut: by leaf name, the dimension along which its tensor is cut into microbatches; None if every microbatch gets
-            it whole. Without it, all are cut along their first dimension.
-    """
-
-    given: Any
-    values: tuple[Any, ...]
-    tree: pytree.TreeSpec
+    given: Any  # as it comes from the data, or padded, moved or cut
+    values: tuple[Any, ...]  # its leaves, tensors and constants
+    tree: pytree.TreeSpec  # how it is built from them
+    # the leaves that are constants of the capture, by their names or keys. Other numbers become tensors without
+    # dimensions, and other strings are not read
     constants: tuple[str, ...] = ()
+    # by leaf name, the dimension along which its tensor is cut into microbatches; None if every microbatch gets it
+    # whole. Without it, all are cut along their first dimension
     cut: Dims | None = None
 
     @staticmethod
     def of(batch: Any, constants: Iterable[str] = ()) -> Batch:
-        """The batch, flattened; the same object if it is already a Batch.
-
-        Raises:
-            BatchError: a container cannot be rebuilt from its content.
-        """
+        """The batch, flattened; the same object if it is already a Batch."""
         if isinstance(batch, Batch):
             return batch
         values, tree = flatten(batch)
@@ -110,12 +100,7 @@ class Batch:
 
     @cached_property
     def leaves(self) -> tuple[LeafSpec, ...]:
-        """What the leaves are, and along which dimension each is cut.
-
-        Raises:
-            BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed),
-                or a constant is large.
-        """
+        """What the leaves are, and along which dimension each is cut."""
         leaves, wrong = [], []
         for name, value in zip(self.names, self.values, strict=True):
             if isinstance(value, torch.Tensor):
@@ -151,11 +136,7 @@ class Batch:
         return tuple(leaves)
 
     def check_constants(self) -> None:
-        """Refuse names of constants that no leaf has.
-
-        Raises:
-            BatchError: names them, and the leaves that exist.
-        """
+        """Refuse names of constants that no leaf has."""
         unknown = [leaf for leaf in self.constants if not any(is_named(name, [leaf]) for name in self.names)]
         if unknown:
             raise BatchError(
@@ -165,11 +146,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their names, including constants of the capture.
-
-        Raises:
-            BatchError: as `leaves`.
-        """
+        """The tensors by their names, including constants of the capture."""
         rows = zip(self.leaves, self.values, strict=True)
         return {leaf.name: value for leaf, value in rows if isinstance(value, torch.Tensor)}
 
@@ -235,12 +212,8 @@ class Batch:
     def along(self, cut_dims: Any) -> Batch:
         """The batch with dimensions along which its leaves are cut, as the user gives them.
 
-        Args:
-            cut_dims: one number for all tensors; or a number or None in place of every leaf; or a dictionary by leaf
-                name (`batch[0]`) for some leaves, while the others are cut along their first dimension.
-
-        Raises:
-            BatchError: `cut_dims` does not fit the batch.
+        One number for all tensors; or a number or None in place of every leaf; or a dictionary by leaf name
+        (`batch[0]`) for some leaves, while the others are cut along their first dimension.
         """
         tensors = self.tensors
         if isinstance(cut_dims, int):
@@ -280,11 +253,7 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """The number of samples along the dimensions that are cut: microbatches must divide it.
-
-        Raises:
-            BatchError: the tensors differ, or there are none.
-        """
+        """The number of samples along the dimensions that are cut: microbatches must divide it."""
         self.check_sizes()
         return _common(size for _, size in self.sizes.values())
 
@@ -296,11 +265,7 @@ class Batch:
 
     def check_sizes(self) -> None:
         """Refuse tensors of different sizes where samples are. Not with constants, which may
-        say how many rows a sample has, such as the patches of an image.
-
-        Raises:
-            BatchError: says the size of each.
-        """
+        say how many rows a sample has, such as the patches of an image."""
         sizes = self.sizes
         if not self.constants and len({size for _, size in sizes.values()}) > 1:
             along = {dim for dim, _ in sizes.values()}
@@ -313,12 +278,7 @@ class Batch:
             )
 
     def split(self, microbatches: int) -> list[Batch]:
-        """The batch cut into equal microbatches: views of the same memory.
-
-        Raises:
-            BatchError: `microbatches` does not divide the size of the batch (the greatest common divisor of its
-                tensors' sizes).
-        """
+        """The batch cut into equal microbatches: views of the same memory."""
         if microbatches == 1:
             return [self]
         cut = [(value, leaf.dim) for leaf, value in zip(self.leaves, self.values, strict=True)]
@@ -333,14 +293,7 @@ class Batch:
         return [self.of_values(values) for values in zip(*chunks, strict=True)]
 
     def share(self, microbatches: int, replicas: int) -> Batch:
-        """The share of the first of several replicas, as one batch.
-
-        Args:
-            microbatches: of the whole batch; replicas take turns.
-
-        Raises:
-            BatchError: as `split`.
-        """
+        """The share of the first of several replicas, which take turns, as one batch."""
         if replicas == 1:
             return self
         columns = zip(*(part.values for part in self.split(microbatches)[::replicas]), strict=True)
@@ -350,15 +303,9 @@ class Batch:
         )
 
     def check_divisible(self, microbatches: int, dims: Dims, size: int) -> None:
-        """Refuse a batch of another shape that cannot be cut into this number of microbatches, before any is
-        computed.
+        """Refuse a batch of another shape that cannot be cut into this number of microbatches, before any is computed.
 
-        Args:
-            dims: where the first batch is cut, by leaf name.
-            size: how many samples the first batch has.
-
-        Raises:
-            BatchError: names the numbers of microbatches that divide both.
+        The first batch is cut along these dimensions, by leaf name, and has `size` samples.
         """
         places = ((value.shape, dims.get(name)) for name, value in self.tensors.items())
         samples = math.gcd(*(shape[dim] for shape, dim in places if dim is not None and dim < len(shape)))  # 0 if none
@@ -404,11 +351,7 @@ def _check_constant(name: str, value: torch.Tensor) -> None:
 
 
 def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Move the model and a batch's tensors to a device.
-
-    Raises:
-        BatchError: the device does not exist.
-    """
+    """Move the model and a batch's tensors to a device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
     return model.to(device), Batch.of(batch).on(device).given

@@ -12,11 +12,7 @@ KEPT, COMPUTED = torch.float32, torch.bfloat16
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that float32 owners would make less precise, or that are no real numbers.
-
-    Raises:
-        CaptureError: names them.
-    """
+    """Refuse parameters that float32 owners would make less precise, or that are no real numbers."""
     others = [
         f"{name} ({str(p.dtype).removeprefix('torch.')})"
         for name, p in model.named_parameters()
@@ -42,11 +38,8 @@ def narrowed(model: nn.Module) -> list[torch.Tensor]:
 
 
 def narrow(model: nn.Module, *, trained: bool = True) -> None:
-    """Let the model compute in bfloat16, in place: its tensors get other data.
-
-    Args:
-        trained: also parameters that require a gradient, of which a run keeps more digits.
-    """
+    """Let the model compute in bfloat16, in place: its tensors get other data; if `trained`, also parameters that
+    require a gradient, of which a run keeps more digits."""
     for tensor in narrowed(model):
         if trained or not tensor.requires_grad:
             tensor.data = tensor.data.to(COMPUTED)

@@ -28,19 +28,12 @@ CALLBACKS = {ON_STEP: "(step, loss, run)", ON_EVAL: "(step, metrics, run)", ON_E
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of one run; None is not called.
-
-    Attributes:
-        path: the file that defines them, if one is known.
-
-    Raises:
-        TaskError: one is not a function with its arguments.
-    """
+    """The callbacks of one run; None is not called."""
 
     on_step: OnStep | None = None
     on_eval: OnEval | None = None
     on_epoch: OnEpoch | None = None
-    path: Path | None = None
+    path: Path | None = None  # the file that defines them, if one is known
 
     def __post_init__(self) -> None:
         for name in self.names:

@@ -27,15 +27,11 @@ def read_of(path: Path) -> ReadByCapture | None:
 
 
 def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], lines: Iterable[str]) -> CapturedSpec:
-    """What capture read from a model file, once everything has run that a compile runs.
+    """What capture read from a model file with these settings and arguments, once everything has run that a compile
+    runs.
 
-    Args:
-        given, arguments: the settings and arguments that it was loaded with.
-        lines: the lines of the user's files in the program, as `model.py:12`. If one would not count, the text does not
-            show everything, so everything counts.
-
-    Raises:
-        TaskError: a setting was given that nothing reads.
+    `lines` are those of the user's files in the program, as `model.py:12`. If one would not count, the text does not
+    show everything, so everything counts.
     """
     reads, values = read_of(path), read()
     if reads is None or not all(map(reads.has, lines)):
@@ -50,13 +46,8 @@ def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], 
 
 
 def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> None:
-    """Refuse a loaded model file whose parsed arguments differ from those that capture read.
-
-    Args:
-        called: the name of the model file when it was compiled.
-
-    Raises:
-        BuildError: names the argument, and what it was.
+    """Refuse a loaded model file, `called` so at the compile, whose parsed arguments differ from those that capture
+    read.
     """
     for label, before in captured.arguments.items():
         file, _, name = label.partition(": ")

@@ -25,11 +25,7 @@ _COMPLETE: set[Any] = set()
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a batch with any containers, and its structure; a list of strings is one leaf.
-
-    Raises:
-        BatchError: a container cannot be rebuilt from its content.
-    """
+    """The leaves of a batch with any containers, and its structure; a list of strings is one leaf."""
     while True:
         leaves, spec = pytree.tree_flatten(batch, is_leaf=is_text)
         unknown = {type(leaf): leaf for leaf in leaves if _is_container(leaf)}

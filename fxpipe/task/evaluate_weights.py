@@ -19,15 +19,7 @@ from fxpipe.task.model_file import Task, hook_raised
 
 
 def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
-    """The metrics of `eval_data()`, as a run computes them in its pipeline; empty if the file defines none.
-
-    Args:
-        plan: of the trained build; says where samples are.
-        weights: the file with them.
-
-    Raises:
-        TaskError: a hook failed, metrics returned something that is not a number, or all batches have weight 0.
-    """
+    """The metrics of `eval_data()`, as a run computes them in its pipeline; empty if the file defines none."""
     if not task.validates:
         return {}
     model = task.model()

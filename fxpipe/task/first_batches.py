@@ -17,19 +17,12 @@ from fxpipe.task.batch import Batch, Dims
 
 @dataclass(frozen=True)
 class FirstBatches:
-    """The first batches of `train_data()`.
+    """The first batches of `train_data()`."""
 
-    Attributes:
-        batches: at least one.
-        length: how many an epoch has, if the data say so.
-        size: the samples of a batch, if the data say so (`batch_sizes`).
-        last: the samples of an epoch's last batch, if it is smaller.
-    """
-
-    batches: list[Any]
-    length: int | None = None
-    size: int | None = None
-    last: int | None = None
+    batches: list[Any]  # at least one
+    length: int | None = None  # how many an epoch has, if the data say so
+    size: int | None = None  # the samples of a batch, if the data say so (`batch_sizes`)
+    last: int | None = None  # the samples of an epoch's last batch, if it is smaller
 
 
 def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
@@ -98,11 +91,8 @@ def at_most(length: int, most: int | float | None) -> int:
 def joined_sizes(
     sampler: BatchSampler, joined: int = 1, most: int | float | None = None
 ) -> tuple[int | None, int | None]:
-    """As `batch_sizes`, if several of a sampler's batches make one; the last of an epoch may have fewer.
-
-    Args:
-        most: as in `at_most`, for the sampler's batches.
-    """
+    """As `batch_sizes`, if several of a sampler's batches make one; the last of an epoch may have fewer. An epoch has
+    at most so many of them, or such a share (`at_most`)."""
     try:
         samples, batches = len(sampler.sampler), at_most(len(sampler), most)  # type: ignore[arg-type]
     except TypeError:

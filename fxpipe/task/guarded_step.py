@@ -54,12 +54,9 @@ def guard(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module], parame
 
 
 class _Guard(LightDispatchMode):
-    """Refuses calls of torch with these tensors.
+    """Refuses calls of torch with tensors of this memory, which it names.
 
-    Args:
-        names: by memory.
-        spare: the memory of those that may be changed in place, if nothing else of the model takes part.
-        live: the memory of tensors of the model that have their values.
+    The `spare` ones may be changed in place, if nothing `live`, which has its values, takes part.
     """
 
     def __init__(self, names: dict[int, str], spare: set[int], live: set[int]) -> None:

@@ -130,11 +130,7 @@ OF_RUNS = (*OF_LOOPS, "eval_data", *CALLBACKS)
 
 
 def split_hooks(hooks: Hooks, names: Sequence[str], changes: Mapping[str, Any]) -> tuple[Hooks, dict[str, Any]]:
-    """The hooks with the changes that have one of these names, and the other changes, which are options.
-
-    Raises:
-        TaskError: a hook that is called is not a function.
-    """
+    """The hooks with the changes that have one of these names, and the other changes, which are options."""
     if not isinstance(hooks, Hooks):
         raise TaskError(f"hooks is {type(hooks).__name__}, not Hooks", hint="give optimizer= and so on")
     new_hooks = {name: changes[name] for name in names if name in changes}

@@ -15,11 +15,7 @@ LossWeight = Callable[[Any], Any]
 
 
 def weight_of(hook: LossWeight, batch: Any) -> float:
-    """The hook's result as a number.
-
-    Raises:
-        TaskError: the hook failed, or did not return a number.
-    """
+    """The hook's result as a number."""
     try:
         return float(hook(batch))
     except Exception as error:
@@ -42,11 +38,7 @@ class LossWeights:
         self._loss_weight, self._padding = loss_weight, plan.padding
 
     def __call__(self, batch: Any) -> float:
-        """A number of 0 or more: the hook's for the padded batch, or the samples of the unpadded batch.
-
-        Raises:
-            TaskError: the hook failed, or did not return a weight.
-        """
+        """A number of 0 or more: the hook's for the padded batch, or the samples of the unpadded batch."""
         read = Batch.of(batch)
         if self._loss_weight is None:
             return self._samples(read)
@@ -66,13 +58,9 @@ class LossWeights:
 
 
 def weighted_means(rows: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of every metric over some batches, summed in order.
+    """The mean of every metric over some batches, by the weight of each, summed in order.
 
-    Args:
-        rows: of each batch, its weight and metrics. Metrics with weight 0 are not read: they may be NaN.
-
-    Raises:
-        TaskError: all weights are 0.
+    Metrics with weight 0 are not read: they may be NaN.
     """
     totals: dict[str, float] = {}
     whole = 0.0

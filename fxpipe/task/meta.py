@@ -30,14 +30,10 @@ _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model whose parameters have no values, except those asked to keep theirs.
-
-    Attributes:
-        births: all parameters in the order in which they were first registered or deeply copied; some are not in the
-            model.
-    """
+    """A model whose parameters have no values, except those asked to keep theirs."""
 
     model: nn.Module
+    # all parameters in the order in which they were first registered or deeply copied; some are not in the model
     births: tuple[nn.Parameter, ...]
 
     def numbers(self) -> dict[str, int]:
@@ -54,13 +50,12 @@ def on_meta(
     *,
     all_of_it: bool = True,
 ) -> MetaModel:
-    """Call `make` so that no parameter of its model takes memory for longer than a moment.
+    """Call `make` so that no parameter of its model takes memory for longer than a moment, but for those of births to
+    keep.
 
-    Args:
-        keep: births, by their number in an earlier call, whose parameters keep their values.
-        on_birth: is called with the number of every birth and the parameter, which then has no value.
-        all_of_it: if no parameter keeps its values, those that entered their modules unseen lose them, too. Not for a
-            `make` that may return an existing model.
+    `on_birth` is called with the number of every birth and the parameter, which then has no value. With `all_of_it`, if
+    no parameter keeps its values, those that entered their modules unseen lose them, too. Not for a `make` that may
+    return an existing model.
     """
     births = _Births(keep, on_birth)
     with births.watching(), births, warnings.catch_warnings():

@@ -60,23 +60,15 @@ class Answered(SystemExit):
 
 @dataclass(frozen=True)
 class Task:
-    """The user's hooks as methods, with defaults for the optional ones.
-
-    Attributes:
-        path: the file that was loaded; None for hooks that were given in Python: their errors are raised unchanged.
-        warnings: functions whose names look like a misspelt optional hook.
-        seen: gives the model of which `optimizer` and `reset` get views, if there is no `model`.
-        compiled: what the build was compiled from, for a step if the hooks are missing.
-
-    Raises:
-        TaskError: a hook asks for the model, and there is none; or one does not take its arguments.
-    """
+    """The user's hooks as methods, with defaults for the optional ones."""
 
     hooks: Hooks
+    # the file that was loaded; None for hooks that were given in Python: their errors are raised unchanged
     path: Path | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # functions whose names look like a misspelt optional hook
+    # gives the model of which `optimizer` and `reset` get views, if there is no `model`
     seen: Callable[[], nn.Module] | None = None
-    compiled: StepHooks | None = None
+    compiled: StepHooks | None = None  # what the build was compiled from, for a step if the hooks are missing
 
     def __post_init__(self) -> None:
         optimizer = self.hooks.optimizer
@@ -95,11 +87,7 @@ class Task:
         return None if self.path is None else self.path.name
 
     def model(self) -> nn.Module:
-        """A new model from the user's hook.
-
-        Raises:
-            TaskError: the hook raised an error, or returned something that is not a module; or it was not given.
-        """
+        """A new model from the user's hook."""
         if self.hooks.model is None:
             raise TaskError(
                 "the build has no parameter values (--meta), and no model to initialise them",
@@ -145,11 +133,7 @@ class Task:
         return self.hooks.metrics_of_all is not None
 
     def metrics_of_all(self, gathered: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-        """The result of the user's hook for the tensors of all batches; random generators stay unchanged.
-
-        Raises:
-            TaskError: it failed, or did not return numbers by name; or there is no such hook.
-        """
+        """The result of the user's hook for the tensors of all batches; random generators stay unchanged."""
         if not self.gathers:
             raise TaskError(
                 f"metrics(model, batch) returns {', '.join(gathered)} of each batch, but there is no metrics_of_all()",
@@ -174,11 +158,7 @@ class Task:
         return self.first(1).batches[0]
 
     def first(self, count: int) -> FirstBatches:
-        """The first batches of the training data, at most `count`, and what the data say about the others.
-
-        Raises:
-            TaskError: making them failed, or there is none.
-        """
+        """The first batches of the training data, at most `count`, and what the data say about the others."""
         try:
             first = first_batches(self.train_data(), count)
         except FxpipeError:
@@ -229,11 +209,7 @@ class Task:
 
     @property
     def constant_batch(self) -> Sequence[str]:
-        """The tensors of a batch that are constants of the capture: by their names or keys.
-
-        Raises:
-            TaskError: it is not a list of names.
-        """
+        """The tensors of a batch that are constants of the capture: by their names or keys."""
         names = self.hooks.constant_batch
         if not isinstance(names, (list, tuple, set)) or not all(isinstance(name, str) for name in names):
             raise TaskError(
@@ -245,11 +221,7 @@ class Task:
 
     @property
     def compile_options(self) -> dict[str, Any]:
-        """The options of a compile from the file.
-
-        Raises:
-            TaskError: they are not a dictionary of plain values.
-        """
+        """The options of a compile from the file."""
         return self._options("compile_options")
 
     @property
@@ -279,11 +251,7 @@ class Task:
 
     @property
     def callbacks(self) -> Callbacks:
-        """The functions that the run calls while it trains.
-
-        Raises:
-            TaskError: one of them is not such a function.
-        """
+        """The functions that the run calls while it trains."""
         return Callbacks(path=self.path, **{name: getattr(self.hooks, name) for name in CALLBACKS})
 
     @property
@@ -336,12 +304,8 @@ class Task:
 
 
 def hook_raised(hook: str, error: Exception, path: Path | None, default_place: str | None = None) -> TaskError:
-    """The error that says that a user's hook raised `error`, and where.
-
-    Args:
-        path: the model file; None if there is none.
-        default_place: the place to name if no frame of the error is the user's; by default the file's name.
-    """
+    """The error that says that a user's hook raised `error`, and where: at the default place, or in the file, if no
+    frame of it is the user's."""
     where = user_traceback(error) or default_place
     if path is not None:
         where = place_in(error, path) or where or path.name
@@ -374,15 +338,7 @@ def place_in(error: BaseException, path: Path) -> str | None:
 
 
 def load_task(path: str | Path, settings: Mapping[str, str] = NONE, arguments: Sequence[str] = ()) -> Task:
-    """Import the user's file and check its hooks.
-
-    Args:
-        settings: the values of `fxpipe.setting` from now on, by name.
-        arguments: its command line, from now on.
-
-    Raises:
-        TaskError: no such file, an error while importing it, or a required hook missing (all of them are listed).
-    """
+    """Import the user's file, with these settings and this command line from now on, and check its hooks."""
     path = Path(path)
     if not path.is_file():
         raise TaskError(
@@ -428,13 +384,8 @@ def task_of_build(
 ) -> Task:
     """The model file given, else the one that the plan of the build in `folder` names, loaded.
 
-    Args:
-        settings: instead of those that the build was compiled with, each as `name=value`.
-        arguments: instead of those of the compile; None takes these.
-
-    Raises:
-        TaskError: no file is known, or it cannot be loaded; or its run_options differ from those that the build keeps.
-        BuildError: arguments that the compile has captured differ.
+    It has the settings of the compile, but for those that are given as `name=value`, and its arguments, unless others
+    are.
     """
     path = model_path(plan, folder, model_file)
     if path is None:
@@ -465,11 +416,7 @@ def _defined_here(value: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def imported(path: Path) -> ModuleType:
-    """The user's file as a module.
-
-    Raises:
-        TaskError: it raised an error.
-    """
+    """The user's file as a module."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # so that it finds the files next to it, as under `python model.py`

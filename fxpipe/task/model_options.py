@@ -44,11 +44,7 @@ class ModelOptions:
     arguments: tuple[str, ...] = ()
 
     def load(self, path: str | Path) -> Task:
-        """The model file, with these settings and arguments.
-
-        Raises:
-            TaskError: it cannot be loaded, or does not read such a setting.
-        """
+        """The model file, with these settings and arguments."""
         from fxpipe.plan.current import check_known
         from fxpipe.task.captured import read_of
         from fxpipe.task.model_file import load_task
@@ -61,11 +57,7 @@ class ModelOptions:
         return task
 
     def make(self, task: Task) -> tuple[nn.Module, Any]:
-        """The model, and the first batch of its training data.
-
-        Raises:
-            TaskError: a hook failed.
-        """
+        """The model, and the first batch of its training data."""
         model, first = self.make_with(task, 1)
         return model, first.batches[0]
 
@@ -73,13 +65,7 @@ class ModelOptions:
         self, task: Task, count: int, between: Callable[[], None] = lambda: None
     ) -> tuple[nn.Module, FirstBatches]:
         """The model, and the first batches of its training data, at most `count`; only the first is on the device.
-
-        Args:
-            between: is called when the model is made.
-
-        Raises:
-            TaskError: a hook failed.
-        """
+        `between` is called when the model is made."""
         import torch
 
         from fxpipe.task.first_batches import buffers_kept

@@ -56,9 +56,8 @@ def asks_for_model(hook: Callable[..., Any]) -> bool:
 class ModelViews:
     """Makes views of one model, which is made without values when the first is needed.
 
-    Args:
-        make: gives the model. It is called as under `--meta`, and again with values if its code needs them: then the
-            model is in memory for that time. The random state stays unchanged.
+    `make` is called as under `--meta`, and again with values if its code needs them: then the model is in memory for
+    that time. The random state stays unchanged.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -78,17 +77,9 @@ class ModelViews:
     def optimizer(
         self, call: Callable[[nn.Module], Any], named: Named, where: str | None = None
     ) -> torch.optim.Optimizer:
-        """The optimizer that `call` makes from a view, over parameters among these.
+        """The optimizer that `call` makes from a view, over live parameters among these, whose shapes may be smaller.
 
         Attributes that they lack are model()'s, but for tensors, of which it may make others.
-
-        Args:
-            named: live parameters by one of their names; their shapes may be smaller.
-            where: the place that errors name.
-
-        Raises:
-            OptimizerRefused: it is not an optimizer, or the model has no such parameters.
-            Exception: whatever `call` raises.
         """
         present = dict(self.model.named_parameters(remove_duplicate=False))
         wrong = [name for name, p in named if name not in present or present[name].dim() != p.dim()]
@@ -135,14 +126,7 @@ def no_model(hook: str) -> TaskError:
 
 
 def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module] | None) -> Any:
-    """The hook in a form that is called with named parameters only.
-
-    Args:
-        make: gives the model; see `ModelViews`.
-
-    Raises:
-        TaskError: it asks for the model, and there is none.
-    """
+    """The hook in a form that is called with named parameters only; `make` gives the model (`ModelViews`)."""
     if hook is None or not asks_for_model(hook):
         return hook
     if make is None:

@@ -39,9 +39,6 @@ def paced(result: Any, optimizer: Any) -> PacedScheduler | None:
     """The result of `lr_scheduler(optimizer)`: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
 
     A ReduceLROnPlateau comes with the name of a metric: `(ReduceLROnPlateau(optimizer), "loss")`.
-
-    Raises:
-        TaskError: it is something else, or torch's scheduler of another optimizer; or its step() needs arguments.
     """
     if result is None:
         return None

@@ -26,14 +26,7 @@ _EXAMPLE = 'pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}'
 def padding_of(pad: Pad | None, pad_to: int | None, batches: Sequence[Batch]) -> tuple[PadSpec, ...]:
     """Which leaves are padded, and with what, from the user's options.
 
-    Args:
-        pad: the values to append, by leaf.
-        pad_to: lengths are padded to multiples of this.
-        batches: at least one, as the data give them: the first shows the leaves, all show the shapes.
-
-    Raises:
-        BatchError: no leaf is named, or a named one cannot be padded; lists the leaves.
-        TaskError: `pad` failed, is not a dictionary, or is given without `pad_to`.
+    The first batch, as the data give it, shows the leaves, and all show the shapes.
     """
     if pad_to is None:
         if pad is not None:

@@ -53,11 +53,7 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def hang(parameter: nn.Parameter, name: str, attributes: Attributes) -> nn.Parameter:
-    """Give a parameter what `attributes_of` has found on the one with this name; returns it.
-
-    Raises:
-        BuildError: its class is not there, or not one that it can have.
-    """
+    """Give a parameter what `attributes_of` has found on the one with this name; returns it."""
     for key, text in attributes.get(name, {}).items():
         try:
             value = _value(text)
@@ -150,11 +146,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def _value(text: str) -> Any:
-    """What a text stands for; a class is looked for under its name first: hooks may mean a script's own.
-
-    Raises:
-        Exception: it cannot be there.
-    """
+    """What a text stands for; a class is looked for under its name first: hooks may mean a script's own."""
     if text.startswith(_ABSENT):
         raise ValueError(text.removeprefix(_ABSENT))
     if not text.startswith(_PICKLED):

@@ -49,14 +49,7 @@ globals().update(PICKLES.hooks())
 
 
 class PickledHooks:
-    """The pickles of a folder.
-
-    Args:
-        digests: of each, by its name.
-
-    Raises:
-        BuildError: one has changed; nothing has been read.
-    """
+    """The pickles of a folder, each with its digest. One that has changed is refused before anything is read."""
 
     def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
         self._folder = folder
@@ -104,12 +97,7 @@ def _itself(value: Any) -> Any:
 
 
 def write_hooks(folder: Path, model: nn.Module, hooks: Hooks) -> None:
-    """Write the files.
-
-    Raises:
-        FxpipeError: a hook, or what it holds, cannot be pickled; says which.
-        OSError: the disk does not accept it.
-    """
+    """Write the files."""
     defined = {name: value for name, value in vars(hooks).items() if value != getattr(NO_HOOKS, name)}
     digests = {}
     for name, value in {"model": model, "hooks": defined}.items():

@@ -33,17 +33,9 @@ _HINT = "reset(model) may change only buffers: keep the state in a tensor regist
 def buffers_after(
     model: nn.Module, hook: Callable[[nn.Module], Any], rows: Rows, where: str | None = None
 ) -> dict[str, Tensor]:
-    """The values that `hook` leaves in the buffers of a view of the model; those given stay unchanged.
+    """The values that `hook` leaves in the buffers of a view of the model; model and given buffers stay unchanged.
 
-    Args:
-        model: without values of parameters; it stays unchanged.
-        where: the place that errors name.
-
-    Returns:
-        All of `rows` that are buffers of the model, by first names, with their former strides.
-
-    Raises:
-        TaskError: the hook failed, changed something else, or gave a buffer another shape or dtype.
+    These are all of `rows` that are buffers of the model, by first names, with their former strides.
     """
     by_name = {name: (names[0], value) for names, value in rows.items() for name in names}
     present = dict(model.named_buffers(remove_duplicate=False))
@@ -134,14 +126,9 @@ def _same(old: Any, new: Any) -> bool:
 
 
 class BuffersReset:
-    """Calls the hook on the buffers that a worker has.
+    """Calls the hook, on a view of the model (`Task.reset`), on the buffers that a worker has.
 
-    Args:
-        reset: the hook on a view of the model with these buffers (`Task.reset`).
-        seed: of the run: torch, `random` and numpy are seeded from it and the place of the call, alike on all workers.
-
-    Attributes:
-        every: how many steps an epoch has; None where epochs are the user's.
+    Torch, `random` and numpy are seeded from the run's seed and the place of the call, alike on all workers.
     """
 
     def __init__(self, plan: Plan, reset: Callable[[Rows], dict[str, Tensor]], seed: int) -> None:
@@ -149,7 +136,7 @@ class BuffersReset:
         self._reset = reset
         self._seed = seed
         self._device = torch.device(plan.device)
-        self.every: int | None = None
+        self.every: int | None = None  # how many steps an epoch has; None where epochs are the user's
 
     def due(self, minibatch: int) -> bool:
         """Whether a minibatch, counted from 0, is the first of an epoch."""
@@ -158,12 +145,8 @@ class BuffersReset:
     def __call__(self, state: dict[str, Tensor], *place: object) -> None:
         """Put what the hook makes in the place of a worker's buffers; the tensors themselves stay as they are.
 
-        Args:
-            state: buffers by their first names; whatever else it has is left alone.
-            place: of the call, for random numbers: a minibatch, or an evaluation.
-
-        Raises:
-            TaskError: the hook failed, or may not do what it does.
+        State has buffers by their first names; whatever else it has is left alone. The place of the call, a minibatch
+        or an evaluation, is for random numbers.
         """
         rows = {self._rows[name].names: value for name, value in state.items() if name in self._rows}
         with random_state_kept():

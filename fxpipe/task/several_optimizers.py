@@ -12,23 +12,17 @@ from fxpipe.torch_private import step_hooks
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Steps its optimizers one after the other; its groups are their dictionaries, in that order.
+    """Steps its optimizers, of disjoint parameters, one after the other; its groups are their dictionaries, in that
+    order.
 
-    So a scheduler changes the rates of all of them. Its state is theirs as well, and loading a state loads
-    theirs.
-
-    Args:
-        optimizers: of disjoint parameters.
-
-    Attributes:
-        optimizers: as given.
+    So a scheduler changes the rates of all of them. Its state is theirs as well, and loading a state loads theirs.
 
     Raises:
         ValueError: they have no parameters, or a parameter in common; as from any torch.optim.Optimizer.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)  # as given
         first, *others = [optimizer.defaults for optimizer in self.optimizers] or [{}]
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
         # torch checks for repeated parameters there; the groups themselves must not be touched.

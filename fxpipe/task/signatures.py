@@ -26,15 +26,7 @@ ARGUMENTS = {
 
 
 def check_signature(name: str, function: Any, arguments: str, path: Path | None) -> None:
-    """Refuse what is not a function of these arguments.
-
-    Args:
-        arguments: as in its definition: `(step, loss, run)`.
-        path: the file that defines it, if one is known.
-
-    Raises:
-        TaskError: says what it should be.
-    """
+    """Refuse what is not a function of these arguments, which are as in its definition: `(step, loss, run)`."""
     where, hint = None if path is None else path.name, f"def {name}{arguments}"
     if not callable(function):
         raise TaskError(f"{name} is {type(function).__name__}, not a function", where=where, hint=hint)

@@ -20,11 +20,8 @@ from fxpipe.torch_private import pytree
 class Splitter:
     """Checks a minibatch against the captured leaves and cuts it into microbatches, as worker 0 does with its data.
 
-    Args:
-        leaves: the leaves of one microbatch that the user's batches have, from the plan.
-        spec: the serialised pytree, from the plan.
-        microbatches: into how many a minibatch is cut.
-        device: where the tensors go.
+    The leaves are those of one microbatch that the user's batches have, and `spec` is the serialised pytree, both from
+    the plan.
     """
 
     def __init__(
@@ -38,11 +35,7 @@ class Splitter:
         self._to_device = ToDevice(device)
 
     def cut(self, batch: Batch, minibatch: int) -> list[Batch]:
-        """The microbatches: views of the batch's memory.
-
-        Raises:
-            BatchError: names every leaf that differs from the captured one.
-        """
+        """The microbatches: views of the batch's memory."""
 
         if not self._is_built_so(batch.tree):
             raise BatchError(
@@ -103,11 +96,7 @@ class Splitter:
         return [value for leaf, value in zip(self.leaves, part.values, strict=True) if leaf.read]
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
-        """The leaves of each microbatch.
-
-        Raises:
-            BatchError: as `cut`.
-        """
+        """The leaves of each microbatch."""
         return [self.leaves_of(part) for part in self.cut(Batch.of(batch), minibatch)]
 
     def _placed(self, leaf: LeafSpec, value: Any) -> Any:

@@ -16,24 +16,15 @@ from fxpipe.task.loss_weights import LossWeight
 
 @dataclass(frozen=True)
 class StepHooks:
-    """The hooks that a step needs.
+    """The hooks that a step needs."""
 
-    Attributes:
-        model: makes the model as it was compiled, or gives the same object.
-        loss: `loss(model, batch)`.
-        loss_weight: the build's, if it has one.
-        same: the model is the one that was compiled: its constants are the build's.
-        between: what a run calls between steps, by name; see `fxpipe.tracing.hook_state`.
-        kept: that model in any mode; None if it is gone.
-        trained: whether each of its parameters required gradients.
-    """
-
-    model: Callable[[], nn.Module]
-    loss: Loss
-    loss_weight: LossWeight | None = None
-    same: bool = False
-    kept: Callable[[], nn.Module | None] = lambda: None
-    trained: Mapping[str, bool] = field(default_factory=dict)
+    model: Callable[[], nn.Module]  # makes the model as it was compiled, or gives the same object
+    loss: Loss  # `loss(model, batch)`
+    loss_weight: LossWeight | None = None  # the build's, if it has one
+    same: bool = False  # the model is the one that was compiled: its constants are the build's
+    kept: Callable[[], nn.Module | None] = lambda: None  # that model in any mode; None if it is gone
+    trained: Mapping[str, bool] = field(default_factory=dict)  # whether each of its parameters required gradients
+    # what a run calls between steps, by name; see `fxpipe.tracing.hook_state`
     between: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod

@@ -12,11 +12,7 @@ from fxpipe.torch_private import COMPILED, MODULES
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model, with plain modules instead of those that torch.compile wrapped; names these, once.
-
-    Raises:
-        TaskError: it is none.
-    """
+    """The model, with plain modules instead of those that torch.compile wrapped; names these, once."""
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"the model is of type {type(model).__name__}, not a torch.nn.Module", hint="give the model itself"

@@ -15,11 +15,7 @@ _CALLS = ("requires_grad_", "freeze", "unfreeze")
 
 
 def freezes_or_thaws(who: str, names: str, where: str | None = None) -> TaskError:
-    """Code changes `requires_grad` of these parameters, which would have no effect.
-
-    Args:
-        who: what the user calls the code.
-    """
+    """The code of the user that `who` names changes `requires_grad` of these parameters, which would have no effect."""
     return TaskError(
         f"{who} changes requires_grad of {names}, but compiling decides which parameters are trained",
         where=where,

@@ -38,19 +38,13 @@ __all__ = ["InferenceExport", "InferenceStage", "Port", "export_inference"]
 
 @dataclass(frozen=True)
 class InferenceExport:
-    """What was written, and how it was checked.
-
-    Attributes:
-        dynamic: whether the batch size is open.
-        error: the largest relative difference from eager PyTorch.
-        batches: the batch sizes that were compared.
-        warnings: what the user must know: a batch size that had to be fixed, inputs and outputs left out.
-    """
+    """What was written, and how it was checked."""
 
     stages: tuple[InferenceStage, ...]
-    dynamic: bool
-    error: float
-    batches: tuple[int, ...]
+    dynamic: bool  # whether the batch size is open
+    error: float  # the largest relative difference from eager PyTorch
+    batches: tuple[int, ...]  # the batch sizes that were compared
+    # what the user must know: a batch size that had to be fixed, inputs and outputs left out
     warnings: tuple[str, ...] = ()
 
 

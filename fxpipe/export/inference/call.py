@@ -22,27 +22,17 @@ from fxpipe.tracing.held_tensors import HeldTensors
 
 @dataclass(frozen=True)
 class Call:
-    """The one call that the loss makes, and how to repeat it with other tensors.
+    """The one call that the loss makes, and how to repeat it with other tensors."""
 
-    Attributes:
-        names, tensors: its tensors, in order.
-        leaves, spec: all its arguments, as a pytree.
-        size: of the batch; None if no input of the model has it as dimension 0.
-        batched: for each tensor, whether its dimension 0 is the batch.
-        outputs: names of the tensors that the model returns, in order.
-        loss: the output that is also what the loss function returned; it is not exported.
-        notes: what the user must know.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names, tensors: its tensors, in order
     tensors: tuple[Tensor, ...]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # leaves, spec: all its arguments, as a pytree
     spec: pytree.TreeSpec
-    size: int | None
-    batched: tuple[bool, ...]
-    outputs: tuple[str, ...]
-    loss: str | None
-    notes: tuple[str, ...]
+    size: int | None  # of the batch; None if no input of the model has it as dimension 0
+    batched: tuple[bool, ...]  # for each tensor, whether its dimension 0 is the batch
+    outputs: tuple[str, ...]  # names of the tensors that the model returns, in order
+    loss: str | None  # the output that is also what the loss function returned; it is not exported
+    notes: tuple[str, ...]  # what the user must know
 
     @property
     def kept(self) -> list[str]:
@@ -50,11 +40,7 @@ class Call:
         return [name for name in self.outputs if name != self.loss]
 
     def make(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs that are exported, for other tensors.
-
-        Raises:
-            ExportError: the model returns other tensors than when the loss called it.
-        """
+        """The outputs that are exported, for other tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(v, Tensor) else v for v in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -82,11 +68,7 @@ def untouched(held: HeldTensors) -> Iterator[None]:
 
 
 def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
-    """The model's call in `loss(model, batch)`.
-
-    Raises:
-        ExportError: the loss raised, or does not call the model exactly once, or calls parts of it as well.
-    """
+    """The model's call in `loss(model, batch)`."""
     model = held.model
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []

@@ -33,31 +33,24 @@ class Port:
 
 @dataclass(frozen=True)
 class ChainStage:
-    """One stage of the chain.
-
-    Attributes:
-        count: how many stages the chain has.
-        arrives, leaves: nodes of the values that come in and go out, and what each means to the user.
-        calls: the nodes that it computes, in order.
-        sizes: arithmetic on sizes of other stages' values: the value and dimension to read it from instead.
-    """
+    """One stage of the chain."""
 
     worker: int
-    count: int
+    count: int  # how many stages the chain has
+    # arrives, leaves: nodes of the values that come in and go out, and what each means to the user
     arrives: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    calls: tuple[fx.Node, ...]
+    calls: tuple[fx.Node, ...]  # the nodes that it computes, in order
+    # arithmetic on sizes of other stages' values: the value and dimension to read it from instead
     sizes: Mapping[fx.Node, tuple[fx.Node, int]]
 
 
 def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[ChainStage]:
     """The stages, from the last one back: what a stage needs and does not make, the previous stage must return.
 
-    Args:
-        at: the worker of every call, never before the workers of its inputs.
-        count: how many stages there are.
+    `at` is the worker of every call, never before the workers of its inputs.
     """
     sources = sources_of(graph)
     order = {node: i for i, node in enumerate([*graph.inputs, *graph.calls])}

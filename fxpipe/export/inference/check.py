@@ -29,11 +29,7 @@ class _Trial:
 def check_chain(
     held: HeldTensors, call: Call, graph: EvalGraph, stages: Sequence[InferenceStage], folder: Path, dynamic: bool
 ) -> tuple[float, tuple[int, ...]]:
-    """The largest relative error of an output, and the batch sizes that were compared.
-
-    Raises:
-        ExportError: onnxruntime cannot run a file, or an output is wrong.
-    """
+    """The largest relative error of an output, and the batch sizes that were compared."""
     trials = _trials(held, call, graph, stages, dynamic)
     for stage in stages:
         session = CheckedSession(folder / stage.files[0])  # only one is in memory at a time

@@ -27,28 +27,18 @@ BATCH = "batch"  # the open dimension's name
 
 @dataclass(frozen=True)
 class EvalGraph:
-    """The functional eval graph, without dead nodes.
-
-    Attributes:
-        calls: in order, including arithmetic on sizes.
-        inputs: the placeholders of the model's inputs that are read.
-        used: which of the call's tensors these are.
-        held: the placeholders that are parameters, buffers or constants, with their tensors.
-        names: of every placeholder: the name of the input, parameter, buffer or constant. Tied weights share one.
-        outputs: names and nodes of the outputs.
-        batch: the symbol of the open batch size.
-        notes: what the user must know.
-    """
+    """The functional eval graph, without dead nodes."""
 
     program: ExportedProgram
-    calls: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    used: tuple[int, ...]
-    held: Mapping[fx.Node, Tensor]
+    calls: tuple[fx.Node, ...]  # in order, including arithmetic on sizes
+    inputs: tuple[fx.Node, ...]  # the placeholders of the model's inputs that are read
+    used: tuple[int, ...]  # which of the call's tensors these are
+    held: Mapping[fx.Node, Tensor]  # the placeholders that are parameters, buffers or constants, with their tensors
+    # of every placeholder: the name of the input, parameter, buffer or constant. Tied weights share one
     names: Mapping[fx.Node, str]
-    outputs: tuple[tuple[str, fx.Node], ...]
-    batch: str | None
-    notes: tuple[str, ...]
+    outputs: tuple[tuple[str, fx.Node], ...]  # names and nodes of the outputs
+    batch: str | None  # the symbol of the open batch size
+    notes: tuple[str, ...]  # what the user must know
 
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
         """A tensor's shape; a size that is not fixed is text, `batch` or `4*batch`."""
@@ -60,11 +50,7 @@ class EvalGraph:
 
 
 def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> EvalGraph:
-    """The model's forward, for the recorded call's arguments; `dynamic` leaves the batch size open.
-
-    Raises:
-        ExportError: it cannot be one graph, draws random numbers, or depends on none of its inputs.
-    """
+    """The model's forward, for the recorded call's arguments; `dynamic` leaves the batch size open."""
     program = _exported(held, call, dynamic)
     results = program.graph.output_node().args[0]
     returned = []

@@ -54,11 +54,7 @@ def sources_of(graph: EvalGraph) -> set[fx.Node]:
 
 
 def check_plan(plan: Plan, held: HeldTensors) -> None:
-    """Refuse a plan for another model.
-
-    Raises:
-        ExportError: their parameters differ in names or shapes.
-    """
+    """Refuse a plan for another model."""
     names = [row[0] for row in held.names[: held.parameters]]
     shapes = {name: tuple(value.shape) for name, value in zip(names, held.values, strict=False)}
     planned = {row.name: tuple(row.tensor.shape) for row in plan.tensors if row in plan.parameters or row.name in names}

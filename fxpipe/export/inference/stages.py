@@ -30,42 +30,28 @@ ROOM = 2**26
 
 @dataclass(frozen=True)
 class InferenceStage:
-    """One file of the chain.
-
-    Attributes:
-        files: names in the folder: the model, and its `.data` if the weights are in a file next to it.
-        nodes: how many ONNX nodes it has.
-        weights: the model's own names of its parameters and buffers, including large constants.
-    """
+    """One file of the chain."""
 
     worker: int
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # names in the folder: the model, and its `.data` if the weights are in a file next to it
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    nodes: int
+    nodes: int  # how many ONNX nodes it has
+    # the model's own names of its parameters and buffers, including large constants
     weights: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes stages into a folder.
-
-    Attributes:
-        form: of the weights; see `export_inference`.
-        source: name of the user's file.
-    """
+    """Writes stages into a folder."""
 
     folder: Path
     opset: int
-    form: Literal["initializers", "external"]
-    source: str | None
+    form: Literal["initializers", "external"]  # of the weights; see `export_inference`
+    source: str | None  # name of the user's file
 
     def stage(self, graph: EvalGraph, stage: ChainStage) -> InferenceStage:
-        """Write one stage.
-
-        Raises:
-            ExportError: ONNX lacks one of its operators.
-        """
+        """Write one stage."""
         name = f"stage_{stage.worker}.inference"
         model, weights = self._converted(name, graph, stage)
         size = sum(t.nbytes for t in weights.values())

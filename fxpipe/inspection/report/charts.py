@@ -74,12 +74,8 @@ class Plane:
     def chart(
         self, label: str, height: int, titles: tuple[str, str], inside: Sequence[Markup], rows: Sequence[float] = ()
     ) -> Markup:
-        """The chart: a grid with titles, and what is `inside`.
-
-        Args:
-            titles: of `x` and `y`.
-            rows: the labels of `y`, without grid lines; by default round numbers, with lines.
-        """
+        """The chart: a grid with titles of both axes, and what is `inside`. `rows` label `y` in place of round numbers,
+        without grid lines."""
         kind = "bare across" if rows else "across"
         grid = [
             tag("s", tag("span", f"{v:,.6g}"), class_=kind, style=f"bottom:{self.up(v):.2f}%")
@@ -102,12 +98,7 @@ def bars(
     form: Any,
     ideal: float | None = None,
 ) -> Markup:
-    """A bar for each worker, made of its kinds of time, and a line at the ideal.
-
-    Args:
-        rows: for each worker, how long each kind of time is.
-        most: the length of the longest bar.
-    """
+    """A bar for each worker, made of its kinds of time, up to `most`, and a line at the ideal."""
     plane = Plane((0, 1.03 * most or 1), (len(rows) - 0.5, -0.5))
     drawn = list[Markup]()
     for place, (worker, parts) in enumerate(rows.items()):

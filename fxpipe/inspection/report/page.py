@@ -35,11 +35,7 @@ _RUN = ("workers", "time_losses", "evaluation", "timeline")  # missing in a run 
 
 
 def write_report(facts: dict[str, Any], path: Path) -> None:
-    """Write the page of `facts`, see `page`; it appears under its name when it is complete.
-
-    Raises:
-        BuildError: the target is not a regular file, or cannot be written; an old page stays.
-    """
+    """Write the page of `facts`, see `page`; it appears under its name when it is complete."""
     whole = page(facts)
     target = Path(os.path.realpath(path))  # a link stays; the new page replaces its target
     try:

@@ -12,17 +12,11 @@ from fxpipe.typed_json import Malformed, convert, parse
 
 @dataclass(frozen=True)
 class Trace:
-    """What was read from a trace file.
+    """What was read from a trace file."""
 
-    Attributes:
-        events: those of the wanted minibatches, in the file's order; of replicas, the first's.
-        minibatches: how many the whole file has, wanted or not.
-        other: the file's `otherData`: build, schedule, seconds.
-    """
-
-    events: tuple[Event, ...]
-    minibatches: int
-    other: dict[str, Any]
+    events: tuple[Event, ...]  # those of the wanted minibatches, in the file's order; of replicas, the first's
+    minibatches: int  # how many the whole file has, wanted or not
+    other: dict[str, Any]  # the file's `otherData`: build, schedule, seconds
 
 
 MOST_TIME = 1e15
@@ -49,10 +43,7 @@ class _SpanJson:
 
 
 def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
-    """Read a trace file.
-
-    Args:
-        minibatches: only the events of this many first minibatches; None means all. The others take no memory.
+    """Read a trace file: all events, or those of so many first minibatches, and then the others take no memory.
 
     Raises:
         OSError: it cannot be opened.

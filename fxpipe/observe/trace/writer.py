@@ -14,12 +14,7 @@ from fxpipe.observe.trace import ACTIONS, HEAD, TAIL, row_of
 
 
 def check_trace(path: str | Path) -> None:
-    """Refuse, before any work is done, a path to which no trace can be written.
-
-    Raises:
-        BuildError: a folder or file is in its way, or permission is missing.
-        RunError: it is a folder, a device, or anything else that is not a plain file.
-    """
+    """Refuse, before any work is done, a path to which no trace can be written."""
     path = Path(path)
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "no plain file"
@@ -44,17 +39,10 @@ class TraceWriter:
     The file appears only when it is closed: leaving the block without `close` leaves no file.
 
     Arrows follow every microbatch through all of its forwards and backwards, from the forward on worker 0 to the
-    backward on worker 0.
+    backward on worker 0. Replicas have their own arrows, for their own microbatches.
 
-    Each worker is a process, to a viewer; where ranks have several workers, each rank is one, with a row for each of
-    its workers.
-
-    Args:
-        placement: the rank of each worker; empty where worker k is on rank k.
-        replicas: how many each worker has; each has its own arrows, for its own microbatches.
-
-    Raises:
-        RunError: the file cannot be written.
+    Each worker is a process, to a viewer; where ranks have several workers, which `placement` says, each rank is one,
+    with a row for each of its workers.
     """
 
     def __init__(
@@ -104,9 +92,8 @@ class TraceWriter:
     ) -> None:
         """Write a worker's events, given as columns of one length, in any order.
 
-        Args:
-            begin, end: nanoseconds from where training began on worker 0. An event that ends later than the one around
-                it is cut, so that events always nest.
+        Times are nanoseconds from where training began on worker 0. An event that ends later than the one around it is
+        cut, so that events always nest.
         """
         if not len(kind) == len(name) == len(minibatch) == len(microbatch) == len(begin) == len(end):
             raise ValueError("the columns differ in length")
@@ -184,11 +171,8 @@ class TraceWriter:
 
 
 def worker_metadata(worker: int, placement: Sequence[int] = (), replica: int | None = None) -> list[dict[str, Any]]:
-    """The events that name a worker's process and its row, and give it its place among the others.
-
-    Args:
-        replica: which one; None where the worker has no others. Those of a rank are next to each other.
-    """
+    """The events that name a worker's process and its row, and give it its place among the others: replicas of a rank
+    are next to each other. A worker without others has no number of a replica."""
     rank, row = row_of(worker, placement)
     process, _ = row_of(worker, placement, replica or 0)
     named, lane = (f"rank {rank}", f"worker {worker}") if placement else (f"worker {worker}", "compute")

@@ -15,24 +15,21 @@ aten = torch.ops.aten
 
 
 class _AttentionCall:
-    """One call of a kernel.
-
-    Attributes:
-        given: its arguments by the names that its schema has for them.
-        bias: what is added to the scores; None if nothing is.
-        factor: what the queries are multiplied by.
-    """
+    """One call of a kernel."""
 
     def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = schema_of(op).arguments
         names = [argument.name for argument in arguments]
+        # its arguments by the names that its schema has for them
         self.given: dict[str, Any] = {a.name: a.default_value for a in arguments}
         self.given |= dict(zip(names, args, strict=False)) | kwargs
         if self.given["dropout_p"]:
             raise NotImplementedError("dropout within an attention kernel")
         self.q, self.k, self.v = (self.given[name] for name in ("query", "key", "value"))
+        # what is added to the scores; None if nothing is
         self.bias: Tensor | None = self.given.get("attn_mask", self.given.get("attn_bias"))
         scale = self.given["scale"]
+        # what the queries are multiplied by
         self.factor: float = scale if scale is not None else self.q.shape[-1] ** -0.5
 
     def scores(self, k: Tensor) -> Tensor:
