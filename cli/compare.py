@@ -6,19 +6,29 @@ import os
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, note, print_columns, print_sections, print_text, put, stdout_console, warn
+from fxpipe.cli.output import echo, new_console, note, print_columns, print_sections, print_text, put, warn
 from fxpipe.inspection.run_comparison import SMOOTH, Pair, comparison, run_table
-from fxpipe.inspection.table import COUNT, NONE, TEXT, WRITTEN, Column, Json, Kind, ShownTable, digits, or_dash, text
+from fxpipe.inspection.table import (
+    COUNT,
+    NONE,
+    TEXT,
+    WRITTEN,
+    Column,
+    Json,
+    Kind,
+    ShownTable,
+    digits,
+    or_dash,
+    text,
+    within,
+)
 from fxpipe.observe.rates import RATES
 from fxpipe.observe.trace import OF_TRAINING
-
-if TYPE_CHECKING:
-    pass
 
 SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
@@ -65,11 +75,11 @@ def compare_command(folders: tuple[str, ...], seeds: bool, as_json: bool) -> int
 def _print_table(seeds: bool, table: Json) -> None:
     """A row for each run; with `seeds`, one for runs that differ only in the seed."""
     named = {name: NAMED.get(name, name.removeprefix("setting ").replace("_", " ")) for name in table["settings"]}
-    columns = [Column(title, partial(_of, "settings", name), TEXT) for name, title in named.items()]
+    columns = [Column(title, partial(within, "settings", name), TEXT) for name, title in named.items()]
     columns += [Column("seeds", lambda row: len(row["seeds"]), COUNT)] if seeds else []
     titles = {"samples_per_second": "samples/s"}
     columns += [
-        Column(titles.get(name, name), partial(_of, "outcomes", name), _SPREAD, spare=int(name == "seconds"))
+        Column(titles.get(name, name), partial(within, "outcomes", name), _SPREAD, spare=int(name == "seconds"))
         for name in table["outcomes"]
     ]
     if not seeds:
@@ -83,10 +93,6 @@ def _print_table(seeds: bool, table: Json) -> None:
         )
 
 
-def _of(part: str, name: str, row: Json) -> Any:
-    return row[part].get(name)
-
-
 def _spread(pair: Pair) -> str:
     """A mean with its deviation, as text."""
     middle, deviation = pair
@@ -97,7 +103,7 @@ def _spread(pair: Pair) -> str:
 
 def describe(comparison: Json) -> None:
     """Print what `fxpipe.inspection.run_comparison` found: small tables, then the verdict."""
-    console = stdout_console()
+    console = new_console()
     for number, folder in enumerate(comparison["runs"], start=1):
         echo(f"run {number}  {folder}")
     if not comparison["settings"]:

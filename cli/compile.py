@@ -11,18 +11,21 @@ import click
 from fxpipe.cli.command import AbsolutePath, WithArguments, group, option_fields
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.file_options import (
+    SettingsFile,
     Written,
     compile_options_of,
+    config,
+    config_text,
     decide_schedule,
     is_given,
     options_of,
+    print_config,
     read_options,
     say_given,
     take,
     values,
 )
 from fxpipe.cli.output import echo, note, put, warn, working
-from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.options import flags
 from fxpipe.plan.build_folder import check_target, read_plan

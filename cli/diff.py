@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from fxpipe.cli.command import Command
-from fxpipe.cli.output import echo, print_sections, put, stdout_console
+from fxpipe.cli.output import echo, new_console, print_sections, put
 from fxpipe.errors import listed
 from fxpipe.inspection.table import NAMES, SIZE, TEXT, TIME, WORKERS, Column, Json, ShownTable, described_links, plural
 from fxpipe.inspection.tables import WORKER, way
 from fxpipe.planner.links import Links, matrix
-
-if TYPE_CHECKING:
-    pass
 
 SIDES = ("first", "second")
 NAMED = 12
@@ -59,7 +56,7 @@ def describe(changes: Json) -> None:
         "files": list(_files(changes)),
         "as a whole": list(_whole(changes)),
     }
-    print_sections(sections, stdout_console())
+    print_sections(sections, new_console())
     if changes["identical"]:
         times = any(set(TIMES) & set(worker["changed"]) for worker in changes["workers"])
         echo("\nthe builds are identical" + (", but for the times" if times else ""))

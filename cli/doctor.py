@@ -72,7 +72,7 @@ def _print_report(report: Json) -> None:
 
 
 def _links(count: int | None, out: str | None, as_json: bool) -> int:
-    from fxpipe.measure.links import measure_group, measure_links
+    from fxpipe.measure.links import SIZES, measure_group, measure_links
     from fxpipe.runtime.wires.meeting import has_place
 
     together = has_place()
@@ -95,17 +95,8 @@ def _links(count: int | None, out: str | None, as_json: bool) -> int:
             Path(out).write_text(links_toml(report.links, comment), encoding="utf-8")
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error.strerror}", hint="choose another -o") from error
-    facts = {"workers": report.workers, **_links_row(report), "out": out}
-    put(facts, as_json, lambda facts: _print_links(report))
-    if out is not None and not as_json:
-        note(f"wrote {out}: the links of {report.transport}")
-    return 0
-
-
-def _links_row(report: LinkReport) -> dict[str, Any]:
-    from fxpipe.measure.links import SIZES
-
-    return {
+    facts = {
+        "workers": report.workers,
         "transport": report.transport,
         "bandwidth": report.links.bandwidth,
         "latency": report.links.latency,
@@ -113,7 +104,12 @@ def _links_row(report: LinkReport) -> dict[str, Any]:
         "sizes": list(SIZES),
         "pairs": [dataclasses.asdict(pair) for pair in report.pairs],
         "transports": [dataclasses.asdict(carrier) for carrier in report.carriers],
+        "out": out,
     }
+    put(facts, as_json, lambda facts: _print_links(report))
+    if out is not None and not as_json:
+        note(f"wrote {out}: the links of {report.transport}")
+    return 0
 
 
 def _print_links(report: LinkReport) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpipe.cli.command import AbsolutePath, Command, group
+from fxpipe.cli.command import AbsolutePath, Command, group, option_fields
 from fxpipe.cli.output import echo, print_columns, put, warn, working
 from fxpipe.errors import ExportError
 from fxpipe.inspection.table import COUNT, SIZE, TEXT, Column, Json, Kind, ShownTable, or_dash
+from fxpipe.options import option
 from fxpipe.plan.build_folder import model_path
 
 if TYPE_CHECKING:
@@ -20,48 +22,62 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is exported, and where."""
+
+    out: str = option("onnx", "-o", "--out", path="any", help="Folder for the models.")
+    weights: Any = option(
+        None,
+        choices=("inputs", "initializers", "external"),
+        help="Where weights are: inputs of the models, inside them, or in files next to them.",
+    )
+    opset: int = option(20, help="The ONNX operator set: 18 to 25.")
+    inference: bool = option(False, help="Export the forward in eval mode (for any batch size), not the training step.")
+    trained: str | None = option(
+        None, path="any", metavar="FILE", help="Export these weights: the model.safetensors that a run left."
+    )
+    untrained: bool = option(False, help="Export the initial weights (with --inference).")
+    model: str | None = option(None, path="file", help="The model file, if it has moved since the compile.")
+
+    @property
+    def form(self) -> Any:
+        """Where weights are."""
+        return self.weights or ("initializers" if self.inference else "inputs")
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        if self.inference and self.weights == "inputs":
+            raise click.UsageError(
+                "--weights inputs is for training; an inference model has its weights: use initializers"
+            )
+        if self.trained is not None and self.form == "inputs":
+            raise click.UsageError(
+                "--trained needs models that hold weights: add --inference, or --weights initializers"
+            )
+        if self.trained is not None and self.untrained:
+            raise click.UsageError("--trained and --untrained are different weights: give one of them")
+        if self.inference and self.trained is None and not self.untrained:
+            raise click.UsageError(
+                "say which weights to serve: --trained out/model.safetensors, which a run wrote, "
+                "or --untrained for the initial weights"
+            )
+
+
 @click.command("export", cls=Command)
 @click.argument("build", type=AbsolutePath())
 @group(
     "What to export",
-    click.option(
-        "--inference", is_flag=True, help="Export the forward in eval mode (for any batch size), not the training step."
-    ),
-    click.option(
-        "--trained",
-        type=AbsolutePath(),
-        metavar="FILE",
-        help="Export these weights: the model.safetensors that a run left.",
-    ),
-    click.option("--untrained", is_flag=True, help="Export the initial weights (with --inference)."),
-    click.option(
-        "--model", type=AbsolutePath(dir_okay=False), help="The model file, if it has moved since the compile."
-    ),
+    option_fields(ExportOptions, "inference", "trained", "untrained", "model"),
     first="inference trained untrained model",
 )
 @group(
     "Output",
-    click.option("-o", "--out", type=AbsolutePath(), default="onnx", show_default=True, help="Folder for the models."),
-    click.option(
-        "--weights",
-        type=click.Choice(["inputs", "initializers", "external"]),
-        help="Where weights are: inputs of the models, inside them, or in files next to them.",
-    ),
-    click.option("--opset", type=int, default=20, show_default=True, help="The ONNX operator set: 18 to 25."),
+    option_fields(ExportOptions, "out", "weights", "opset"),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     first="out as_json",
 )
-def export_command(
-    build: str,
-    out: str,
-    weights: Any,
-    trained: str | None,
-    untrained: bool,
-    opset: int,
-    inference: bool,
-    model: str | None,
-    as_json: bool,
-) -> int:
+def export_command(build: str, as_json: bool, **option_values: Any) -> int:
     """Write the stages of a BUILD directory as ONNX models. Each is run in onnxruntime on the first batch of
     train_data() and compared with the stage's own code; if one of them is wrong, none is written.
 
@@ -83,40 +99,27 @@ def export_command(
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 
-    if inference and weights == "inputs":
-        raise click.UsageError("--weights inputs is for training; an inference model has its weights: use initializers")
-    form = weights or ("initializers" if inference else "inputs")
-    if trained is not None and form == "inputs":
-        raise click.UsageError("--trained needs models that hold weights: add --inference, or --weights initializers")
-    if trained is not None and untrained:
-        raise click.UsageError("--trained and --untrained are different weights: give one of them")
-    if inference and trained is None and not untrained:
-        raise click.UsageError(
-            "say which weights to serve: --trained out/model.safetensors, which a run wrote, "
-            "or --untrained for the initial weights"
-        )
+    options = ExportOptions(**option_values)
+    options.check()
     check_packages()
-    check_opset(opset)
-    check_export_target(out, inference=inference)
+    check_opset(options.opset)
+    check_export_target(options.out, inference=options.inference)
     with working("exporting") as say:
-        source = _read(build, model, trained, say)
-        facts = (_export_inference if inference else _export)(*source, out, form, opset, say)
-    put({"out": out, "opset": opset, "weights": form, "trained": trained, **facts}, as_json, _print)
+        source = _read(build, options, say)
+        facts = (_export_inference if options.inference else _export)(*source, options, say)
+    named = {"out": options.out, "opset": options.opset, "weights": options.form, "trained": options.trained}
+    put({**named, **facts}, as_json, _print)
     return 0
 
 
-def _export(
-    build: Build, task: Task, batch: Any, out: str, weights: Any, opset: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _export(build: Build, task: Task, batch: Any, options: ExportOptions, say: Callable[[str], None]) -> Json:
     from fxpipe.export.stages import export
 
-    files = export(build, out, batch, weights=weights, opset=opset, say=say, warn=warn)
+    files = export(build, options.out, batch, weights=options.form, opset=options.opset, say=say, warn=warn)
     return {"error": max((f.error for f in files), default=0.0), "files": [dataclasses.asdict(f) for f in files]}
 
 
-def _export_inference(
-    build: Build, task: Task, batch: Any, out: str, weights: Any, opset: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _export_inference(build: Build, task: Task, batch: Any, options: ExportOptions, say: Callable[[str], None]) -> Json:
     import torch
 
     from fxpipe.export.inference import export_inference
@@ -134,10 +137,9 @@ def _export_inference(
     if edited:
         warn(f"{', '.join(edited)} edited since the compile: the model file's forward is exported, without the edits")
     say("the forward in eval mode, stage by stage")
-    with replacing_alone(Path(out)) as fresh:
-        done = export_inference(
-            model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.file
-        )
+    with replacing_alone(Path(options.out)) as fresh:
+        more: dict[str, Any] = {"plan": build.plan, "opset": options.opset, "weights": options.form}
+        done = export_inference(model, task.loss, batch, fresh, **more, model_file=task.file)
         rows = [
             {"name": s.files[0], "nodes": s.nodes, "bytes": sum((fresh / f).stat().st_size for f in s.files)}
             for s in done.stages
@@ -147,7 +149,7 @@ def _export_inference(
     return {"error": done.error, "dynamic": done.dynamic, "batches": list(done.batches), "files": rows}
 
 
-def _read(folder: str, model: str | None, trained: str | None, say: Callable[[str], None]) -> tuple[Build, Task, Any]:
+def _read(folder: str, options: ExportOptions, say: Callable[[str], None]) -> tuple[Build, Task, Any]:
     """The build with the weights to export, its model file and the first batch."""
     import torch
 
@@ -157,16 +159,16 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     from fxpipe.task.model_file import task_of_build
 
     build = load(folder)
-    path = model_path(build.plan, folder, model)
+    path = model_path(build.plan, folder, options.model)
     if path is None:
         raise ExportError(
             "the build was compiled from objects, so there is no file whose train_data() gives a batch to check with",
             where=folder,
             hint="give a file with --model, or use the Python API: fxpipe.export.stages.export(build, OUT, batch)",
         )
-    check_current(build.plan, folder, model)
-    if trained is not None:
-        build = with_trained(build, trained)
+    check_current(build.plan, folder, options.model)
+    if options.trained is not None:
+        build = with_trained(build, options.trained)
     elif build.plan.meta:
         raise ExportError(
             "the build has no values of its parameters (--meta)",
@@ -175,7 +177,7 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
         )
     say("reading the example batch")
     torch.manual_seed(0)
-    task = task_of_build(build.plan, folder, model)
+    task = task_of_build(build.plan, folder, options.model)
     return build, task, task.example()
 
 

@@ -5,26 +5,33 @@ An earlier file takes precedence: see `take`.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from fxpipe.cli.command import Command
+from fxpipe.cli.command import TYPED, Command
 from fxpipe.cli.output import note
 from fxpipe.errors import FxpipeError, TaskError, near
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
 from fxpipe.options import flags
+from fxpipe.plan.spec import CapturedSpec
 from fxpipe.schedule import SCHEDULES, OneFOneB, kind_of
+from fxpipe.settings import pairs, texts
 from fxpipe.task.model_options import ModelOptions
+from fxpipe.typed_json import explained, parse_toml
 
 if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
+
 
 TAKEN = "fxpipe.taken"
 """Key of the meta of a command's context: by option, the value that a file gave, and the file's name."""
@@ -158,3 +165,167 @@ def _read_one(option: click.Option, text: Any) -> Any:
     if not isinstance(text, kinds) or (isinstance(text, bool) and not option.is_flag):
         raise click.UsageError(f"this is not {kind}")
     return option.type.convert(str(text), None, None)
+
+
+NAME = "fxpipe.toml"
+TABLES = ("compile", "run", "set")
+_HINT = (
+    "it has the tables [compile] and [run], with options as `clip-norm = 1.0`, and [set], with values of settings; "
+    "--config none reads no file"
+)
+_TYPED_ONLY = ("after", "as_json", "config", "print_config", "resume")
+"""Options of one call of a command."""
+_SETTINGS = "fxpipe.settings"
+"""Key of the meta of a command's context: the settings that the file gave."""
+
+config = click.option(
+    "--config",
+    type=click.Path(dir_okay=False),
+    metavar="FILE|none",
+    help="Take options from this TOML file; none: from no file. [default: fxpipe.toml next to the model file]",
+)
+print_config = click.option(
+    "--print-config",
+    is_flag=True,
+    help="Print all options as such a file, with the source of each, and do nothing else.",
+)
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """What the file gives; empty if there is no file."""
+
+    path: Path | None = None
+    # the options by table, and by their names in the commands
+    tables: Mapping[str, Mapping[str, Written]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # the values of settings, as texts
+
+    @staticmethod
+    def of(config: str | None, model: Path | None) -> SettingsFile:
+        """The file that --config names; else the one next to the model file, if it is there."""
+        path = Path(config) if config is not None else None if model is None else model.parent / NAME
+        if config == "none" or path is None or (config is None and not os.path.lexists(path)):
+            return SettingsFile()
+        with explained(path, error=TaskError, hint=_HINT):
+            body = parse_toml(path)
+        for name, table in body.items():
+            if name not in TABLES or not isinstance(table, dict):
+                what = f"{path.name} has {name!r}, which is not a table of options{near(name, TABLES)}"
+                raise TaskError(what, where=str(path), hint=_HINT)
+        keys_by_table = {table: _keys(options_of(table)) for table in TABLES[:2]}
+        tables = {
+            table: read_options(f"[{table}]", _dashed(body.get(table, {}), path), keys, str(path))
+            for table, keys in keys_by_table.items()
+        }
+        return SettingsFile(path, tables, {name: _text(name, one, path) for name, one in body.get("set", {}).items()})
+
+    def options(self, table: str, left: Collection[str] = ()) -> dict[str, Any]:
+        """The options (and `settings`) that nothing has given before, which are printed, and given from now on."""
+        context = click.get_current_context()
+        taken = take(self.tables.get(table, {}), str(self.path), left)
+        typed = context.params["settings"]
+        more = {} if "settings" in left else {k: v for k, v in self.settings.items() if k not in pairs(typed)}
+        if more:
+            context.params["settings"] = (*texts(more), *typed)
+            context.meta[_SETTINGS] = more, self.path
+            taken |= {"settings": Written("--set", texts(more), context.params["settings"])}
+        if self.path is not None:
+            say_given(self.path.name, taken)
+        return values(taken)
+
+
+def config_text(captured: CapturedSpec | None = None) -> str:
+    """All options of the command that runs, as a settings file. Comments are defaults, what a run takes from its build,
+    and the arguments after two dashes."""
+    context = click.get_current_context()
+    command = context.command
+    assert isinstance(command, Command)
+    name = command.name
+    lines = [
+        f"# Options of this {name}. Save as {NAME} next to the model file; `fxpipe {name} --help-all` explains each.",
+        f"[{name}]",
+    ]
+    for title, options in command.groups.items():
+        rows = [_row(key, option, context) for key, option in _keys({str(one.name): one for one in options}).items()]
+        lines += ["", f"# {title}", *rows] if rows else []
+    more, path = context.meta.get(_SETTINGS, ({}, None))
+    settings = pairs(context.params["settings"])
+    written = {name: f"{_key(name)} = {_toml(_number(text))}" for name, text in settings.items()}
+    last = [f"{row}  # {path.name if name in more else 'command line'}" for name, row in written.items()]
+    last[:0] = ["[set]"] if settings else []
+    if captured is not None:
+        of_build = {name: text for name, text in captured.given.items() if name not in settings}
+        last += [f"# {_key(name)} = {_toml(_number(text))}  # build" for name, text in of_build.items()]
+    arguments, whence = context.params["arguments"], "command line"
+    if arguments is None and captured is not None:
+        arguments, whence = captured.given_arguments, "build"
+    last += [f"# arguments after -- = {_toml(shlex.join(arguments))}  # {whence}"] if arguments else []
+    lines += ["", *last] if last else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: str, option: click.Option, context: click.Context) -> str:
+    name = str(option.name)
+    text, whence = context.params[name], "default"
+    if name in context.meta.get(TAKEN, {}):
+        text, whence = context.meta[TAKEN][name]
+    elif context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        whence = "command line"
+        if not option.is_flag and not is_number(option):
+            text = context.command.make_parser(context).parse_args(list(context.meta[TYPED]))[0][name]
+    mark = "# " if whence == "default" or text is None else ""
+    if text in (None, ()):
+        default = re.search(r"\[default: (.*)\]", option.help or "")
+        form = (option.get_help_record(context) or ("", ""))[0].partition(" ")[2] or "true"
+        return f"# {key} = {form}  # {whence}{f': {default[1]}' if default and whence == 'default' else ''}"
+    return f"{mark}{key} = {_toml(text)}  # {whence}"
+
+
+def _keys(options: Mapping[str, click.Option]) -> dict[str, click.Option]:
+    """The options that a file may have, by their keys there."""
+    return {
+        option.opts[-1].removeprefix("--"): option
+        for name, option in options.items()
+        if name not in (*_TYPED_ONLY, "settings")
+    }
+
+
+def _dashed(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The table with dashes in its keys; a file may have underscores."""
+    dashed: dict[str, Any] = {}
+    for name, one in table.items():
+        if (key := name.replace("_", "-")) in dashed:
+            raise TaskError(f"{path.name} has {key!r} twice, with a dash and with an underscore", where=str(path))
+        dashed[key] = one
+    return dashed
+
+
+def _text(name: str, value: Any, path: Path) -> str:
+    """The value of a setting as --set gives it."""
+    if not isinstance(value, (bool, int, float, str)):
+        what = f"[set] has {name}={value!r}, which is not a number, a text, true or false"
+        raise TaskError(what, where=str(path), hint='a name with a dot needs quotes: "model.width" = 64')
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.A) else _toml(name)
+
+
+def _number(text: str) -> bool | int | float | str:
+    """The value of a setting as a number, true or false, if these are written like this text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            if str(kind(text)) == text:
+                return kind(text)
+    return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpipe.cli.command import AbsolutePath, Command, option_fields
-from fxpipe.cli.output import echo_file, emit_json, note, put, stdout_console, warn, working
+from fxpipe.cli.command import Command, option_fields
+from fxpipe.cli.output import echo_file, emit_json, new_console, note, put, warn, working
 from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.options import option
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy import POLICIES
 from fxpipe.policy.option import policy_help
@@ -21,32 +23,33 @@ if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject
 
 
+@dataclass(frozen=True)
+class InspectOptions:
+    """What of a build is shown."""
+
+    stage: int | None = option(None, minimum=0, metavar="K", help="Print the code of stage K.")
+    schedule: str | None = option(
+        None,
+        kind=schedule_text,
+        metavar="NAME|FILE.csv",
+        help="Show which weights every action sees with this policy.",
+    )
+    policy: str | None = None
+    depth: int | None = option(None, minimum=0, metavar="D", help="Show every module down to this depth.")
+    edges: bool = option(False, help="Show every edge, however many there are.")
+    run: str | None = None
+    html: str | None = option(None, path="file", metavar="FILE", help="Write everything to one HTML page.")
+
+
 @click.command("inspect", cls=Command)
 @click.argument("build", type=click.Path())
-@click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
-@click.option(
-    "--schedule",
-    type=schedule_text,
-    metavar="NAME|FILE.csv",
-    help="Show which weights every action sees with this policy.",
-)
+@option_fields(InspectOptions, "stage", "schedule")
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
-@click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
-@click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
+@option_fields(InspectOptions, "depth", "edges")
 @click.option("--run", type=click.Path(), metavar="DIR", help="Also show what a run of the build wrote to its --out.")
-@click.option("--html", type=AbsolutePath(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
+@option_fields(InspectOptions, "html")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
-def inspect_command(
-    build: str,
-    stage: int | None,
-    schedule: str | None,
-    policy: str | None,
-    depth: int | None,
-    edges: bool,
-    run: str | None,
-    html: str | None,
-    as_json: bool,
-) -> int:
+def inspect_command(build: str, as_json: bool, **option_values: Any) -> int:
     """Show what runs where, which values cross workers, and which weights every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
@@ -67,37 +70,39 @@ def inspect_command(
     from fxpipe.observe.run_folder import read_run
     from fxpipe.task.model_file import task_of_build
 
-    if stage is not None and html is not None:
+    options = InspectOptions(**option_values)
+    stage, schedule, policy, page = options.stage, options.schedule, options.policy, options.html
+    if stage is not None and page is not None:
         raise click.UsageError("--stage and --html show different things: give one of them")
-    if run is not None and stage is not None:
+    if options.run is not None and stage is not None:
         raise click.UsageError("--stage prints code and shows no run: leave out --run")
-    if html is not None:
-        _check_page(Path(html))
+    if page is not None:
+        _check_page(Path(page))
     subject = _read(build)
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
-    found_run = None if run is None else read_run(run, subject.plan.digest)
+    run = None if options.run is None else read_run(options.run, subject.plan.digest)
     if policy is not None and policy.split("+")[0] not in POLICIES and subject.model is not None:
         task_of_build(subject.plan, build)  # registers it
     with working("inspecting"):
-        shown = facts(subject, schedule=schedule, policy=policy, run=found_run)
+        shown = facts(subject, schedule=schedule, policy=policy, run=run)
     if shown["forecast"] is None:
-        own_policy = shown["grid"]["policy"]
-        warn(f"policy {own_policy} is the model file's own, which is not imported: --policy {own_policy} imports it")
-    if html is not None:
+        unknown = shown["grid"]["policy"]
+        warn(f"policy {unknown} is the model file's own, which is not imported: --policy {unknown} imports it")
+    if page is not None:
         from fxpipe.inspection.report.page import write_report
 
-        write_report(shown, Path(html))
-        for problem in found_run["problems"] if found_run else ():
+        write_report(shown, Path(page))
+        for problem in run["problems"] if run else ():
             warn(problem)
-        note(f"wrote {html}")
+        note(f"wrote {page}")
     if as_json:
         emit_json(shown)
-    elif html is None and (schedule is not None or policy is not None):
-        print_grid(shown["grid"], stdout_console())
-    elif html is None:
-        print_overview(shown, stdout_console(), depth, edges)
+    elif page is None and (schedule is not None or policy is not None):
+        print_grid(shown["grid"], new_console())
+    elif page is None:
+        print_overview(shown, new_console(), options.depth, options.edges)
     return 0
 
 

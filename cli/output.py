@@ -165,8 +165,9 @@ class _Stdout:
         finish_stdout()
 
 
-def console(**options: Any) -> Console:
-    """A console of rich for stdout or, with `stderr=True`, for stderr, through the filter."""
+def new_console(*, stderr: bool = False) -> Console:
+    """Stdout or stderr for rich, through the filter: as wide as the terminal, or COLUMNS if that is set, else 80; no
+    colours in a pipe."""
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
     from rich.segment import Segment
 
@@ -182,9 +183,8 @@ def console(**options: Any) -> Console:
         def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
             return [Filtered(inner) for inner in renderables]
 
-    if not options.get("stderr"):
-        options["file"] = _Stdout()
-    result = Console(**options, highlight=False, emoji=False, markup=False)
+    file: Any = None if stderr else _Stdout()
+    result = Console(stderr=stderr, file=file, highlight=False, emoji=False, markup=False)
     result.push_render_hook(Filter())
     return result
 
@@ -219,7 +219,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     def say(text: str) -> None:
         doing[0] = text
 
-    with console(stderr=True).status(Text(plain(what))) if sys.stderr.isatty() else nullcontext() as status:
+    with new_console(stderr=True).status(Text(plain(what))) if sys.stderr.isatty() else nullcontext() as status:
         thread = threading.Thread(target=show, daemon=True)
         thread.start()
         try:
@@ -257,7 +257,7 @@ def print_columns(table: ShownTable, console: Console | None = None, *, whole: b
     """
     from rich.text import Text
 
-    console = console or stdout_console()
+    console = console or new_console()
     titles, rows = table.written()
     columns = {i: max(len(title), *(_text(row[i]).cell_len for row in rows)) for i, title in enumerate(titles)}
     if not whole:
@@ -321,11 +321,6 @@ def shortened(text: Text, width: int) -> Text:
         return text
     head = (width - 1) // 3
     return type(text).assemble(text[:head] if head else "", "…", text[head + over + 1 :])
-
-
-def stdout_console() -> Console:
-    """Stdout for rich: as wide as the terminal, or COLUMNS if that is set, else 80; no colours in a pipe."""
-    return console()
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:

@@ -10,9 +10,8 @@ import click
 
 from fxpipe.cli.command import AbsolutePath, WithArguments, group, option_fields
 from fxpipe.cli.cost_options import CostOptions, typed_quantity
-from fxpipe.cli.file_options import compile_options_of, decide_schedule
+from fxpipe.cli.file_options import SettingsFile, compile_options_of, config, decide_schedule
 from fxpipe.cli.output import note, put, working
-from fxpipe.cli.settings_file import SettingsFile, config
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags, option
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS

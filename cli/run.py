@@ -14,9 +14,18 @@ from typing import Any
 import click
 
 from fxpipe.cli.command import AbsolutePath, WithArguments, group, option_fields
-from fxpipe.cli.file_options import options_of, read_options, say_given, take, values
+from fxpipe.cli.file_options import (
+    SettingsFile,
+    config,
+    config_text,
+    options_of,
+    print_config,
+    read_options,
+    say_given,
+    take,
+    values,
+)
 from fxpipe.cli.output import echo, note, print_columns, put, show_error, warn, working
-from fxpipe.cli.settings_file import SettingsFile, config, config_text, print_config
 from fxpipe.cli.signals import end_at_once
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.inspection import tables

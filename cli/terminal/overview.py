@@ -12,11 +12,11 @@ from rich.text import Text
 from fxpipe.cli.output import echo, mark, print_columns, print_text
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.inspection import tables
-from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import colour
 from fxpipe.inspection.sentences import evaluation_text, outer_text
 from fxpipe.inspection.table import Json, TimeUnit, number
 from fxpipe.inspection.tables import moves
+from fxpipe.inspection.timeline import explained
 from fxpipe.messages import plain
 from fxpipe.observe.progress import held_out
 from fxpipe.observe.rates import rates_text, steps_made

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.adapters import is_first_process
 from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.lightning_steps import Validated, loss_of, metrics_of, metrics_of_all, names_of_all, validated
 from fxpipe.adapters.lightning_trainer import TrainerSettings
-from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.torchmetrics import metrics_in
 from fxpipe.errors import TaskError
 from fxpipe.messages import warn

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import user_lines
+from fxpipe.adapters import warn_once
 from fxpipe.adapters.epochs import JoinedBatches
-from fxpipe.adapters.said_once import warn_once
 from fxpipe.adapters.torchmetrics import MetricCall, OfBatch, StandIn, in_place, metrics_in, replayed
 from fxpipe.errors import TaskError, listed
 from fxpipe.random_state import random_state_kept

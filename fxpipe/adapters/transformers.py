@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fxpipe.adapters import is_first_process
 from fxpipe.adapters.epochs import Epochs, epochs
-from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
@@ -155,19 +155,9 @@ def trainer_hooks(
     if eval_dataset is not None:
         hooks |= {"eval_data": eval_data, "metrics": measured}
         hooks |= {"metrics_of_all": of_all} if compute_metrics is not None and metrics is None else {}
-    _say_what_is_left(args, callbacks, collator, "pad" in hooks)
-    if args.gradient_accumulation_steps > 1 and is_first_process() and _adds_up(skeleton()):
-        warn(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: the loss of an update is the mean over "
-            "its samples; Trainer adds up those of its batches, because this model's forward() takes keywords and does "
-            "not divide by num_items_in_batch"
-        )
-    if is_first_process() and _counts_before_shift(skeleton()):
-        warn(
-            f"Trainer divides the loss of {type(skeleton()).__name__} by the number of its labels, one too many a "
-            "sample, because transformers does not know that this class predicts the next token; here the loss is the "
-            "mean over the tokens that are predicted, and so are its gradients"
-        )
+    if is_first_process():
+        for remark in (*unheard(args, callbacks), *_remarks(args, collator, "pad" in hooks, skeleton())):
+            warn(remark)
     options = run_options(args, callbacks, eval_dataset is not None, lambda: updates(args, train_data()))
     of_compile = compile_options(args, longest(collator) and "pad" in hooks)
     return {**hooks, "compile_options": of_compile, "run_options": options}
@@ -353,15 +343,24 @@ def _counts_before_shift(model: nn.Module) -> bool:
     return loss_function is None and getattr(plain, "loss_function", None) is ForCausalLMLoss
 
 
-def _say_what_is_left(args: Any, callbacks: Sequence[Any], collator: Any, pads: bool) -> None:
-    if not is_first_process():
-        return
-    for line in unheard(args, callbacks):
-        warn(line)
+def _remarks(args: Any, collator: Any, pads: bool, model: nn.Module) -> Iterator[str]:
+    """What differs from Trainer, or is worth a change."""
     if longest(collator) and not pads:
-        warn(
+        yield (
             f"{type(collator).__name__} pads each batch to its longest sample, and a build has stages for each length: "
             "where lengths differ, give padding='max_length' and max_length"
+        )
+    if args.gradient_accumulation_steps > 1 and _adds_up(model):
+        yield (
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: the loss of an update is the mean over "
+            "its samples; Trainer adds up those of its batches, because this model's forward() takes keywords and does "
+            "not divide by num_items_in_batch"
+        )
+    if _counts_before_shift(model):
+        yield (
+            f"Trainer divides the loss of {type(model).__name__} by the number of its labels, one too many a "
+            "sample, because transformers does not know that this class predicts the next token; here the loss is the "
+            "mean over the tokens that are predicted, and so are its gradients"
         )
 
 

@@ -30,12 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import nn
 
-from fxpipe.builds.weights_file import weights_bytes
 from fxpipe.costs.node_costs_file import NODE_COSTS
-from fxpipe.errors import BuildError, FxpipeError, first_line
+from fxpipe.errors import BuildError, FxpipeError, first_line, listed
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.ir.saved_program import file_of, texts_of
 from fxpipe.optimizer.per_worker import check_per_worker
@@ -314,3 +313,37 @@ def _source(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         hint = f"compile the model again: fxpipe compile MODEL -o {path.parent}"
         raise BuildError(f"{path.name} cannot be read: {first_line(error)}", where=str(path), hint=hint) from error
+
+
+def weights_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """The content of the file."""
+    _check_dtypes(tensors)
+    return save({name: t.contiguous() for name, t in _unshared(tensors).items()})
+
+
+def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
+    names: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.dtype, []).append(name)
+    unfit = []
+    for dtype, of_dtype in names.items():
+        try:
+            save({"empty": torch.empty(0, dtype=dtype)})
+        except (KeyError, SafetensorError):
+            unfit.append(f"{listed(of_dtype)} ({str(dtype).removeprefix('torch.')})")
+    if unfit:
+        raise BuildError(
+            f"a safetensors file cannot hold {' and '.join(unfit)}",
+            hint="use complex64 for complex128, or keep real and imaginary parts and join them with torch.complex",
+        )
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with copies of those that share another's memory: the file format does not allow sharing."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
+        seen.add(pointer)
+    return separate

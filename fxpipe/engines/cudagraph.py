@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.engines.engine import Engine
-from fxpipe.engines.layouts import for_layouts, has_strides, layouts
+from fxpipe.engines.engine import Engine, for_layouts, has_strides, layouts
 from fxpipe.errors import BackendError
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart

@@ -22,8 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fxpipe.engines.engine import Engine
-from fxpipe.engines.layouts import copied, for_layouts, has_strides, layouts
+from fxpipe.engines.engine import Engine, copied, for_layouts, has_strides, layouts
 from fxpipe.errors import BackendError, first_line
 from fxpipe.files import owned, put, remove_abandoned
 from fxpipe.plan.packing import Layout

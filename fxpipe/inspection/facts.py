@@ -12,11 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 import fxpipe
-from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.modules import ModuleTree, node_table, unit_rows
 from fxpipe.inspection.sentences import evaluation_facts, microbatch_facts, outer_facts, shape_facts
 from fxpipe.inspection.subject import Subject
-from fxpipe.inspection.timeline import outlook
+from fxpipe.inspection.timeline import grid_rows, outlook
 from fxpipe.inspection.workers import balance_rows, edge_rows, worker_rows
 from fxpipe.observe.rates import samples_of
 from fxpipe.passes.analysis.summary import Traffic

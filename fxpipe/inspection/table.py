@@ -129,6 +129,11 @@ class Column:
         return row.get(self.of) if isinstance(self.of, str) else self.of(row)
 
 
+def within(part: str, name: str, row: Json) -> Any:
+    """A value of a part of a row; None if the row lacks it."""
+    return (row.get(part) or {}).get(name)
+
+
 @dataclass(frozen=True)
 class ShownTable:
     """Columns and the rows that they read."""

@@ -27,6 +27,7 @@ from fxpipe.inspection.table import (
     Json,
     ShownTable,
     plural,
+    within,
 )
 from fxpipe.observe.rates import RATES
 from fxpipe.plan.cost_records import EngineTime
@@ -267,12 +268,8 @@ def steps(metrics: Json, named: Json) -> ShownTable:
 def spent(rows: Sequence[Json], kinds: Iterable[str]) -> ShownTable:
     """How a run's workers spent their seconds, by kind of time."""
     columns = [WORKER, Column("all", "seconds", CLOCK)]
-    columns += [Column(kind, partial(_spent_on, kind), CLOCK) for kind in kinds]
+    columns += [Column(kind, partial(within, "spent", kind), CLOCK) for kind in kinds]
     return ShownTable(columns, rows, "Seconds of the workers")
-
-
-def _spent_on(kind: str, worker: Json) -> float | None:
-    return (worker.get("spent") or {}).get(kind)
 
 
 def paces(rows: Sequence[Json]) -> ShownTable:
@@ -281,14 +278,10 @@ def paces(rows: Sequence[Json]) -> ShownTable:
     columns = [WORKER, Column("busy", "busy", SHARE)]
     for title, key in (("F", "forward_ms"), ("B", "backward_ms"), ("wait", "wait_ms")):
         columns.append(Column(title, key, TIME))
-        columns += [Column("planned", partial(_planned, key), TIME)] if planned else []
+        columns += [Column("planned", partial(within, "planned", key), TIME)] if planned else []
     if any(engine != "eager" for w in rows for engine in w["engines"]):
         columns.append(Column("engines", "engines", NAMES))
     return ShownTable(columns, rows, "Microbatches of the workers")
-
-
-def _planned(key: str, worker: Json) -> float | None:
-    return (worker.get("planned") or {}).get(key)
 
 
 def moves(rows: Sequence[Json]) -> ShownTable:

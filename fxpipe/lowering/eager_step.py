@@ -19,8 +19,7 @@ from fxpipe.random_state import alike, seed_torch, torch_state, torch_state_kept
 from fxpipe.stages.minibatch import TRIED_SCALE
 from fxpipe.task.batch import Batch
 from fxpipe.task.bf16_parameters import narrow
-from fxpipe.task.hooks import Loss
-from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.task.hooks import Loss, loss_and_metrics
 from fxpipe.torch_private import disable_current_modes, pytree
 from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.held_tensors import HeldTensors

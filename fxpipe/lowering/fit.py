@@ -35,7 +35,7 @@ from fxpipe.task.first_batches import buffers_kept, first_batches, generator_of
 from fxpipe.task.hooks import OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.pickled_hooks import MODEL_FILE, write_hooks
-from fxpipe.task.uncompiled import uncompiled
+from fxpipe.task.step_hooks import uncompiled
 
 HOOKS = (*OF_RUNS, "metrics", "microbatch_dims", "pad", "pad_to", "constant_batch")
 FOLDER = "fit"

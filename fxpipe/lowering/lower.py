@@ -38,8 +38,7 @@ from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
 from fxpipe.task.model_view import of_parameters, without_values
-from fxpipe.task.step_hooks import StepHooks
-from fxpipe.task.uncompiled import uncompiled
+from fxpipe.task.step_hooks import StepHooks, uncompiled
 from fxpipe.tracing.capture import one_at_a_time
 
 Say = Callable[[str], None]

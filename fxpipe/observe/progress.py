@@ -7,16 +7,47 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from fxpipe.errors import listed
 from fxpipe.messages import plain
-from fxpipe.observe.live import Live, WorkerState
+from fxpipe.observe.pulse import Live, Signs, WorkerState
 from fxpipe.observe.rates import rates_text
-from fxpipe.observe.starting import PAUSE
-from fxpipe.task.metrics import NO_METRICS
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+
+
+PAUSE = 5.0
+"""Seconds between two lines about it in a log."""
+
+
+def starting_text(signs: Sequence[Signs], noun: str) -> str:
+    """`loading the build, the model and the data`, or of several `worker 0: reading the first batch; …`."""
+    found: dict[str, list[str]] = {}
+    for place, sign in enumerate(signs):
+        found.setdefault(_words(sign), []).append(str(place))
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(
+        f"{noun}{'' if len(places) == 1 else 'es' if noun[-1] == 's' else 's'} {listed(places, 8)}: {words}"
+        for words, places in found.items()
+    )
+
+
+def _words(sign: Signs) -> str:
+    match sign.phase:
+        case "starting" | "importing":
+            return "importing torch"
+        case "loading":
+            return "loading the build, the model and the data"
+        case "training":
+            told = {"data": "reading the first batch", "wait": "waiting for the first batch"}
+            return told.get(sign.doing or "", "computing the first batch")
+        case phase:
+            return phase
+
 
 SOON = 0.7
 """Seconds until the first line of a log."""
@@ -26,6 +57,7 @@ SHOWN = 16
 
 
 STEPS = "steps_per_second"
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 class Progress(Protocol):

@@ -72,24 +72,24 @@ def work_by_shape(
     plan: Callable[[], Plan], shape_of: Callable[[int], int], devices: Sequence[Device | None]
 ) -> Callable[[int], Work]:
     """What a minibatch is, by the shape of its batch; `plan` gives the plan with all shapes that there are by now."""
-    known: list[Work] = []
+    works: list[Work] = []
 
     def work(minibatch: int) -> Work:
         shape = shape_of(minibatch)
-        if shape >= len(known):
-            known[:] = [work_of(of_shape, devices) for of_shape in plan().of_shapes]
-        return known[shape]
+        if shape >= len(works):
+            works[:] = [work_of(of_shape, devices) for of_shape in plan().of_shapes]
+        return works[shape]
 
     return work
 
 
 def rates_text(rates: Mapping[str, float | None]) -> str:
     """`512.0 samples/s  65536 tokens/s  1.24 TFLOP/s/device  MFU 41.2%`: what is known."""
-    found = []
+    texts = []
     for name, (noun, form) in RATES.items():
         if (rate := rates.get(name)) is not None:
-            found.append(f"{noun} {rate:{form}}" if name == "mfu" else f"{rate:{form}} {noun}")
-    return "  ".join(found)
+            texts.append(f"{noun} {rate:{form}}" if name == "mfu" else f"{rate:{form}} {noun}")
+    return "  ".join(texts)
 
 
 def steps_made(run: Mapping[str, Any]) -> str:

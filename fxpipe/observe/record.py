@@ -13,12 +13,11 @@ from typing import Any
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
 from fxpipe.observe.line_file import LineFile
-from fxpipe.observe.live import Live
 from fxpipe.observe.logger import Logger, Loggers
 from fxpipe.observe.out_folder import METRICS, OutFolder
 from fxpipe.observe.pace import Pace
 from fxpipe.observe.progress import Progress
-from fxpipe.observe.pulse import Status
+from fxpipe.observe.pulse import Live, Status
 from fxpipe.observe.rates import Work
 from fxpipe.observe.run_json import Evaluation, add_evaluation
 

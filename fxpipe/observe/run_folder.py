@@ -14,8 +14,7 @@ from fxpipe.errors import RunError
 from fxpipe.observe.out_folder import METRICS
 from fxpipe.observe.rates import RATES
 from fxpipe.observe.run_json import EVALUATIONS, FORMAT, RUN, Evaluation, RunJson, add_evaluation
-from fxpipe.observe.trace.nesting import flatten
-from fxpipe.observe.trace.reader import read_trace
+from fxpipe.observe.trace.reader import flatten, read_trace
 from fxpipe.typed_json import Malformed, convert, finite, parse
 
 SPANS = 6000

@@ -77,74 +77,54 @@ class MoveJson(TypedDict, total=False):
 
 
 class WorkedTime(Struct, kw_only=True):
-    """Where the time of a worker went.
+    """Where the time of a worker went."""
 
-    Attributes:
-        busy: its share of the time of the whole run, because a worker that ends first waits for the others; of another
-            replica than the first, of its own time.
-        forward_ms, backward_ms: means over microbatches, without waits; the latter with weight gradients and updates.
-        wait_ms: its mean wait in a microbatch.
-        seconds: the time of its training; the entries of `spent` add up to it.
-        evaluate: the time of evaluations during training, in addition.
-        spent: its seconds by kind; `others` is the time in which its rank ran its other workers, if it has some.
-        took: the time of its forwards, of its backwards and weight gradients without updates, and of its updates, each
-            without waits and receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`).
-        waits: what it waited for, and from which worker.
-        fill: how much of that came before the first backward that no flush followed.
-        planned: of a first replica, its times in a microbatch, None without a forecast.
-    """
-
+    # its share of the time of the whole run, because a worker that ends first waits for the others; of another replica
+    # than the first, of its own time
     busy: float = 0.0
+    # forward_ms, backward_ms: means over microbatches, without waits; the latter with weight gradients and updates
     forward_ms: float = 0.0
     backward_ms: float = 0.0
-    wait_ms: float = 0.0
-    seconds: float = 0.0
-    evaluate: float = 0.0
+    wait_ms: float = 0.0  # its mean wait in a microbatch
+    seconds: float = 0.0  # the time of its training; the entries of `spent` add up to it
+    evaluate: float = 0.0  # the time of evaluations during training, in addition
+    # its seconds by kind; `others` is the time in which its rank ran its other workers, if it has some
     spent: dict[str, float] = {}
+    # the time of its forwards, of its backwards and weight gradients without updates, and of its updates, each without
+    # waits and receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`)
     took: dict[str, float] = {}
-    waits: list[WaitJson] = []
-    fill: float = 0.0
+    waits: list[WaitJson] = []  # what it waited for, and from which worker
+    fill: float = 0.0  # how much of that came before the first backward that no flush followed
+    # of a first replica, its times in a microbatch, None without a forecast
     planned: dict[str, float] | UnsetType | None = UNSET
 
 
 class WorkerJson(WorkedTime, kw_only=True):
-    """The row of a worker, or of one of its replicas.
-
-    Attributes:
-        engines: those of its forward and its backward.
-        host: what shares the cores of its host: the run's `processes` there, the `threads` of its own, the `cores`, and
-            for how many `cpu_seconds` its thread ran on one during training, None on CUDA.
-        sent: if it has replicas, the bytes that its process sent to them, by what was exchanged.
-        staleness: if it was logged, the rows of `fxpipe.observe.staleness.StalenessLog.summary`.
-        profile: the file of its process, with `--profile`.
-        peak_bytes, reserved_bytes: of a worker with a process to itself on CUDA, the peak of tensors, and of what
-            torch's allocator had taken for them.
-        free_bytes, device_bytes: of its device at the end: contexts, NCCL, other processes and so on have the others.
-    """
+    """The row of a worker, or of one of its replicas."""
 
     rank: int
     worker: int = 0
     replica: int = 0
-    engines: list[str] = []
+    engines: list[str] = []  # those of its forward and its backward
+    # what shares the cores of its host: the run's `processes` there, the `threads` of its own, the `cores`, and for how
+    # many `cpu_seconds` its thread ran on one during training, None on CUDA
     host: dict[str, Any] = {}
+    # if it has replicas, the bytes that its process sent to them, by what was exchanged
     sent: dict[str, int] | UnsetType = UNSET
+    # if it was logged, the rows of `fxpipe.observe.staleness.StalenessLog.summary`
     staleness: list[dict[str, int | float]] | UnsetType = UNSET
-    profile: str | UnsetType = UNSET
+    profile: str | UnsetType = UNSET  # the file of its process, with `--profile`
+    # peak_bytes, reserved_bytes: of a worker with a process to itself on CUDA, the peak of tensors, and of what torch's
+    # allocator had taken for them
     peak_bytes: int | UnsetType = UNSET
     reserved_bytes: int | UnsetType = UNSET
+    # free_bytes, device_bytes: of its device at the end: contexts, NCCL, other processes and so on have the others
     free_bytes: int | UnsetType = UNSET
     device_bytes: int | UnsetType = UNSET
 
 
 class RunSettings(Struct, kw_only=True):
-    """What was run, and how.
-
-    Attributes:
-        options: those that summaries show (`fxpipe.runtime.options.SHOWN`); in the file each has a key of its own.
-        threads: CPU threads of a worker.
-        transport: how messages travelled: 'gloo', 'shared memory', both, 'nccl', or 'local'.
-        out: the folder.
-    """
+    """What was run, and how."""
 
     format: int = FORMAT
     build: dict[str, str] = {}
@@ -152,88 +132,74 @@ class RunSettings(Struct, kw_only=True):
     policy: str = ""
     microbatches: int = 0
     dp: int = 1
+    # those that summaries show (`fxpipe.runtime.options.SHOWN`); in the file each has a key of its own
     options: dict[str, Any] = {}
     settings: dict[str, bool | int | float | str | None] = {}
     arguments: list[str] = []
     throttle: str | None = None
     device: str | None = None
-    threads: int = 0
-    transport: str = ""
-    out: str | None = None
+    threads: int = 0  # CPU threads of a worker
+    transport: str = ""  # how messages travelled: 'gloo', 'shared memory', both, 'nccl', or 'local'
+    out: str | None = None  # the folder
 
 
 class RunTimes(RunSettings, kw_only=True):
-    """How fast it was. `seconds`, and all that is computed from times, is of training.
-
-    Attributes:
-        resumed_after: the step after which it went on; 0 if it began anew.
-        samples, tokens, flops: of a minibatch of the build's first shape, the latter of forward and backward; None
-            where they are not known.
-        evaluation_seconds: the time of evaluations before the last step, on worker 0.
-        samples_per_second, tokens_per_second, tflops_per_device, mfu: the rates that are known
-            (`fxpipe/observe/rates.py`), means of the whole run.
-        bubble: the share in which the ranks are not busy. With `local` the workers take turns, and it is None.
-        forecast: what the simulator says of such a run from the build's costs; None if it cannot. `milliseconds` is
-            the time of a minibatch between the filling and the emptying of the pipeline. For each worker, `forward_ms`
-            and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch,
-            `peak_bytes` is its memory at its fullest. `measured` says whether the stages were timed; else their costs
-            were computed.
-        efficiency: the throughput between the filling and the emptying of the pipeline, divided by the forecast's;
-            None if too few steps are between them, or with `local`.
-    """
+    """How fast it was. `seconds`, and all that is computed from times, is of training."""
 
     steps: int = 0
-    resumed_after: int = 0
+    resumed_after: int = 0  # the step after which it went on; 0 if it began anew
+    # samples, tokens, flops: of a minibatch of the build's first shape, the latter of forward and backward; None where
+    # they are not known
     samples: int = 0
     tokens: int | None = None
     flops: float | None = None
     seconds: float = 0.0
-    evaluation_seconds: float = 0.0
+    evaluation_seconds: float = 0.0  # the time of evaluations before the last step, on worker 0
+    # samples_per_second, tokens_per_second, tflops_per_device, mfu: the rates that are known
+    # (`fxpipe/observe/rates.py`), means of the whole run
     samples_per_second: float | UnsetType = UNSET
     tokens_per_second: float | UnsetType = UNSET
     tflops_per_device: float | UnsetType = UNSET
     mfu: float | UnsetType = UNSET
+    # the share in which the ranks are not busy. With `local` the workers take turns, and it is None
     bubble: float | None = None
+    # what the simulator says of such a run from the build's costs; None if it cannot. `milliseconds` is the time of a
+    # minibatch between the filling and the emptying of the pipeline. For each worker, `forward_ms` and `backward_ms`
+    # are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch, `peak_bytes` is its memory at
+    # its fullest. `measured` says whether the stages were timed; else their costs were computed
     forecast: dict[str, Any] | None = None
+    # the throughput between the filling and the emptying of the pipeline, divided by the forecast's; None if too few
+    # steps are between them, or with `local`
     efficiency: float | None = None
     time_losses: list[LostTime] = []
 
 
 class RunJson(RunTimes, kw_only=True):
-    """A run, without its trace and its steps.
+    """A run, without its trace and its steps."""
 
-    Attributes:
-        workers, replicas: the rows of all workers' first replicas, and those of the others.
-        restarts: `{"cause", "where", "step"}` each: see `fxpipe.runtime.process.launch`.
-        trace: the file of the trace, if there is one; `run.json` has the path from its own folder.
-        evaluations: all, in their order.
-        not_finite: counts the `losses`, and in the end the trained `weights`, that were not finite: 0 without
-            `keep_going`.
-        log_problems: `{"file", "lost"}` for each log with lines that could not be written: how many.
-        losses: of all steps; not in the file.
-        last_metrics: of the last step, if the loss comes with metrics.
-        loss_scaling: if the loss was scaled, the `scale` of the next step, and how many `skipped_steps` made no update
-            because gradients overflowed.
-        evaluation, averaged_evaluation: the metrics of the newest one, and of the averaged weights at the end.
-        stopped: with `save_best`, or if the run ended early, why it did: `patience`, or the callback; else None.
-        best: with `save_best`, the `metric`, `step` and `value` of the best evaluation; `kept` is false if its weights
-            could not be written.
-    """
-
+    # workers, replicas: the rows of all workers' first replicas, and those of the others
     workers: list[WorkerJson] = []
     replicas: list[WorkerJson] = []
-    restarts: list[dict[str, Any]] = []
+    restarts: list[dict[str, Any]] = []  # `{"cause", "where", "step"}` each: see `fxpipe.runtime.process.launch`
     moves: list[MoveJson] = []
-    trace: str | None = None
-    evaluations: list[Evaluation] = []
+    trace: str | None = None  # the file of the trace, if there is one; `run.json` has the path from its own folder
+    evaluations: list[Evaluation] = []  # all, in their order
+    # counts the `losses`, and in the end the trained `weights`, that were not finite: 0 without `keep_going`
     not_finite: dict[str, int] = {}
+    # `{"file", "lost"}` for each log with lines that could not be written: how many
     log_problems: list[dict[str, Any]] = []
-    losses: list[float] = []
-    last_metrics: Metrics | UnsetType = UNSET
+    losses: list[float] = []  # of all steps; not in the file
+    last_metrics: Metrics | UnsetType = UNSET  # of the last step, if the loss comes with metrics
+    # if the loss was scaled, the `scale` of the next step, and how many `skipped_steps` made no update because
+    # gradients overflowed
     loss_scaling: dict[str, int | float] | UnsetType = UNSET
+    # evaluation, averaged_evaluation: the metrics of the newest one, and of the averaged weights at the end
     evaluation: Metrics | UnsetType = UNSET
     averaged_evaluation: Metrics | UnsetType = UNSET
+    # with `save_best`, or if the run ended early, why it did: `patience`, or the callback; else None
     stopped: str | UnsetType | None = UNSET
+    # with `save_best`, the `metric`, `step` and `value` of the best evaluation; `kept` is false if its weights could
+    # not be written
     best: dict[str, Any] | UnsetType | None = UNSET
 
     @staticmethod

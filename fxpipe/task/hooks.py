@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TaskError
-from fxpipe.task.callbacks import CALLBACKS, OnEpoch, OnEval, OnStep
+from fxpipe.task.callbacks import ARGUMENTS, CALLBACKS, OnEpoch, OnEval, OnStep
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.padding import Pad
-from fxpipe.task.signatures import ARGUMENTS
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
@@ -140,3 +139,18 @@ def split_hooks(hooks: Hooks, names: Sequence[str], changes: Mapping[str, Any]) 
         if not (value is None or callable(value)) or (name == "model" and isinstance(value, nn.Module)):
             raise TaskError(f"{name} is {type(value).__name__}, not a function", hint=f"def {name}{ARGUMENTS[name]}")
     return hooks, {name: value for name, value in changes.items() if name not in new_hooks}
+
+
+def loss_and_metrics(returned: Any) -> tuple[Any, dict[Any, Any]]:
+    """The parts of the hook `loss`'s result: `(loss, {"accuracy": ...})`, or the loss alone, without metrics."""
+    match returned:
+        case (loss, Mapping() as metrics) if isinstance(returned, tuple):
+            return loss, dict(metrics)
+        case _:
+            return returned, {}
+
+
+def named_numbers(tensor: Any, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """A minibatch's loss and its metrics by name, from the one tensor in which they travel (see `PartSpec.metrics`)."""
+    loss, *metrics = tensor.reshape(-1).tolist()
+    return loss, dict(zip(names, metrics, strict=True))

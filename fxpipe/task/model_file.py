@@ -24,7 +24,7 @@ from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.settings import pairs, use
-from fxpipe.task.callbacks import CALLBACKS, Callbacks
+from fxpipe.task.callbacks import ARGUMENTS, CALLBACKS, Callbacks, check_signature
 from fxpipe.task.captured import check_arguments
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.hooks import Hooks, Loss, Metrics
@@ -32,9 +32,7 @@ from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.model_view import ModelViews, asks_for_model, no_model
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.reset_buffers import Rows, buffers_after
-from fxpipe.task.signatures import ARGUMENTS, check_signature
-from fxpipe.task.step_hooks import StepHooks
-from fxpipe.task.uncompiled import uncompiled
+from fxpipe.task.step_hooks import StepHooks, uncompiled
 from fxpipe.user_lines import definition, is_own, user_traceback
 
 REQUIRED = ("model", "loss", "train_data")

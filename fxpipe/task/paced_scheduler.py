@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.errors import TaskError
-from fxpipe.task.signatures import takes
+from fxpipe.task.callbacks import takes
 
 STEP, EPOCH = "step", "epoch"
 

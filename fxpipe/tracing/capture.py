@@ -33,8 +33,7 @@ from fxpipe.messages import silenced
 from fxpipe.plan.spec import LeafSpec, TensorSpec, WatchedSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import Batch, as_scalar, tensor_spec
-from fxpipe.task.hooks import Loss, Metrics
-from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.task.hooks import Loss, Metrics, loss_and_metrics
 from fxpipe.task.parameter_attributes import attributes_of
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors

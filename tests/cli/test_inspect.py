@@ -21,10 +21,10 @@ from rich.console import Console
 import fxpipe as library
 from fxpipe.cli.terminal.overview import print_edges, print_grid, print_overview
 from fxpipe.inspection.facts import facts
-from fxpipe.inspection.grid import explained
 from fxpipe.inspection.report.marks import COLOURS
 from fxpipe.inspection.subject import read_subject, subject_of
 from fxpipe.inspection.tables import MANY
+from fxpipe.inspection.timeline import explained
 from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.quantity import size

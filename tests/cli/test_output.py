@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpipe.cli import output
-from fxpipe.cli.output import note, print_columns, print_text, shortened, stdout_console, warn, working
+from fxpipe.cli.output import new_console, note, print_columns, print_text, shortened, warn, working
 from fxpipe.inspection.table import COUNT, NAME, SIZE, TEXT, TIME, WORKERS, Column, ShownTable, TimeUnit
 from fxpipe.messages import saying, silenced
 
@@ -78,7 +78,7 @@ def test_the_times_of_a_table_have_one_unit() -> None:
 
 def test_prose_is_broken_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    print_text(stdout_console(), "one two three four five-six [bold] :smile:")
+    print_text(new_console(), "one two three four five-six [bold] :smile:")
     assert capsys.readouterr().out == "one two three four\nfive-six [bold]\n:smile:\n"
 
 
@@ -93,7 +93,7 @@ def test_names_are_printed_as_they_are_but_for_control_characters(
     table = ShownTable([Column("[i]", "name", NAME), Column("b", "name", TEXT)], [{"name": NASTY}])
     print_columns(table, whole=True)
     print_columns(table)
-    print_text(stdout_console(), NASTY)
+    print_text(new_console(), NASTY)
     out = capsys.readouterr().out
     assert out.count(SHOWN) == 5
     assert out.count("[i]") == 2

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from fxpipe.observe import progress as progress_module
-from fxpipe.observe.live import Live, WorkerState
-from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
-from fxpipe.observe.pulse import Phase, PostedPulses, Pulse, Signs, Status
-from fxpipe.observe.starting import starting_text
+from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table, starting_text
+from fxpipe.observe.pulse import Live, Phase, PostedPulses, Pulse, Signs, Status, WorkerState
 from fxpipe.observe.watch import Watch
 from fxpipe.runtime.wires.board import DictBoard
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.observe.trace import KINDS
-from fxpipe.observe.trace.nesting import flatten
-from fxpipe.observe.trace.reader import Trace
+from fxpipe.observe.trace.reader import Trace, flatten
 from fxpipe.observe.trace.writer import TraceWriter
 
 Row = tuple[str, str, int, int, int, int]  # kind, name, minibatch, microbatch, begin, end

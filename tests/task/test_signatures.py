@@ -13,11 +13,10 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import TaskError
 from fxpipe.optimizer.per_worker import check_per_worker
-from fxpipe.task.callbacks import CALLBACKS
+from fxpipe.task.callbacks import ARGUMENTS, CALLBACKS, takes
 from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.one_optimizer import OptimizerRefused
-from fxpipe.task.signatures import ARGUMENTS, takes
 
 
 @pytest.mark.parametrize(("name", "arguments"), [*ARGUMENTS.items(), *CALLBACKS.items()])

@@ -23,10 +23,9 @@ from torch import nn
 
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.inference.call import Call, record
-from fxpipe.export.inference.chain import Port, make_chain
+from fxpipe.export.inference.chain import Port, check_plan, make_chain, place_calls
 from fxpipe.export.inference.check import check_chain
 from fxpipe.export.inference.eval_graph import export_graph, in_a_line
-from fxpipe.export.inference.placement import check_plan, place_calls
 from fxpipe.export.inference.stages import InferenceStage, Writer
 from fxpipe.plan.spec import Plan
 from fxpipe.random_state import torch_state_kept

@@ -14,8 +14,7 @@ from torch import Tensor, arange, nn
 
 from fxpipe import user_lines
 from fxpipe.errors import ExportError, first_line
-from fxpipe.task.hooks import Loss
-from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.task.hooks import Loss, loss_and_metrics
 from fxpipe.torch_private import pytree
 from fxpipe.tracing.held_tensors import HeldTensors
 

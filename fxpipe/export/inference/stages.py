@@ -15,8 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.inference.chain import ChainStage, Port
-from fxpipe.export.inference.eval_graph import EvalGraph
-from fxpipe.export.inference.nodes import place_of
+from fxpipe.export.inference.eval_graph import EvalGraph, place_of
 from fxpipe.onnx import model_file
 from fxpipe.onnx.convert import convert_exported
 from fxpipe.onnx.exported_program import program_of

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fxpipe.inspection.report.drawing import tag, ticks
 from fxpipe.inspection.report.marks import MARKS, look, stroke
-from fxpipe.inspection.table import Json, ms, number, share
+from fxpipe.inspection.table import Json, ms, number, share, within
 from fxpipe.inspection.tables import PARTS
 from fxpipe.observe.trace import OF_TRAINING
 
@@ -143,7 +143,7 @@ def balance(partitions: Sequence[Json]) -> list[Markup]:
 
 def spent(workers: Sequence[Json]) -> Markup:
     """How each worker spent its seconds."""
-    rows = {w["worker"]: {kind: _of(w, kind) for kind in spent_kinds(workers)} for w in workers}
+    rows = {w["worker"]: {kind: within("spent", kind, w) or 0 for kind in spent_kinds(workers)} for w in workers}
     longest = max((sum(parts.values()) for parts in rows.values()), default=0)
     label = "How each worker spent its seconds. The table below has the numbers."
     return bars(label, "seconds", rows, longest, lambda seconds: f"{number(seconds)} s")
@@ -151,11 +151,7 @@ def spent(workers: Sequence[Json]) -> Markup:
 
 def spent_kinds(workers: Sequence[Json]) -> list[str]:
     """What any worker spent time on."""
-    return [kind for kind in (*OF_TRAINING, "other") if any(_of(w, kind) for w in workers)]
-
-
-def _of(worker: Json, kind: str) -> float:
-    return (worker.get("spent") or {}).get(kind) or 0
+    return [kind for kind in (*OF_TRAINING, "other") if any(within("spent", kind, w) for w in workers)]
 
 
 def memory(timeline: Json) -> Markup:

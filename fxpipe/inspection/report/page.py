@@ -18,7 +18,6 @@ from markupsafe import Markup
 from fxpipe.errors import BuildError
 from fxpipe.files import replaced
 from fxpipe.inspection import table, tables
-from fxpipe.inspection.grid import CELL, example, explained, in_words
 from fxpipe.inspection.report import charts, overview
 from fxpipe.inspection.report.drawing import drawn, folded, tag
 from fxpipe.inspection.report.marks import MARKS, chip, stroke
@@ -26,6 +25,7 @@ from fxpipe.inspection.report.marks import style as style_of_marks
 from fxpipe.inspection.report.model_map import model_map
 from fxpipe.inspection.report.timeline import timeline
 from fxpipe.inspection.report.tree import tree
+from fxpipe.inspection.timeline import CELL, example, explained, in_words
 from fxpipe.observe.trace import KINDS
 from fxpipe.typed_json import dumps
 

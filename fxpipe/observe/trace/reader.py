@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.observe.trace import HEAD, KINDS, REPLICA, TAIL, Event, worker_of
+from fxpipe.observe.trace import ACTIONS, HEAD, KINDS, REPLICA, TAIL, Event, worker_of
 from fxpipe.typed_json import Malformed, convert, parse
 
 
@@ -95,3 +97,43 @@ def _event(found: Any) -> Event | None:
         raise Malformed("no such event")
     begin, length = round(span.ts * 1e3), round(span.dur * 1e3)
     return Event(worker, span.cat, span.name, minibatch, microbatch, begin, begin + max(length, 0))
+
+
+def flatten(events: Iterable[Event]) -> list[Event]:
+    """Nested events as pieces that do not overlap: if several are open, the innermost counts.
+
+    The pieces of a worker are in order, worker after worker. Pieces of no length are left out.
+    """
+    pieces: list[Event] = []
+    by_worker: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_worker[event.worker].append(event)
+    for _, own in sorted(by_worker.items()):
+        own.sort(key=lambda e: (e.begin, -e.end, e.kind not in ACTIONS))
+        pieces += _pieces(own)
+    return pieces
+
+
+def _pieces(events: Sequence[Event]) -> Iterator[Event]:
+    """Of one worker, sorted by begin, the outer before the inner."""
+    stack: list[Event] = []
+    now = events[0].begin
+
+    def until(time: int) -> Iterator[Event]:
+        """What was open on top of the stack, up to `time`."""
+        nonlocal now
+        while stack and stack[-1].end <= time:
+            top = stack.pop()
+            if top.end > now:
+                yield top._replace(begin=now, end=top.end)
+                now = top.end
+        if stack and time > now:
+            yield stack[-1]._replace(begin=now, end=time)
+        now = max(now, time)
+
+    for event in events:
+        yield from until(event.begin)
+        if stack and event.end > stack[-1].end:  # not nested: written by another program
+            event = event._replace(end=stack[-1].end)
+        stack.append(event)
+    yield from until(max(event.end for event in events))

@@ -21,10 +21,9 @@ from typing import Any
 from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
 from fxpipe.limits import check_folder, open_more_files
 from fxpipe.messages import say, warn
-from fxpipe.observe.progress import leave_bar
+from fxpipe.observe.progress import PAUSE, leave_bar, starting_text
 from fxpipe.observe.pulse import PULSES, PulseFile
 from fxpipe.observe.run_json import RunJson
-from fxpipe.observe.starting import PAUSE, starting_text
 from fxpipe.observe.trace.writer import partial
 from fxpipe.plan.spec import MESH, Mesh
 from fxpipe.runtime.options import REPLAN, RunOptions

@@ -27,7 +27,7 @@ from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.state_of_hooks import StateOfHooks
 from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.metrics import named_numbers
+from fxpipe.task.hooks import named_numbers
 
 AHEAD = LOOKAHEAD + 1
 """Minibatches: receives are posted for none after these."""

@@ -16,11 +16,10 @@ from fxpipe.errors import NotFiniteError, PeerLost
 from fxpipe.messages import say, warn
 from fxpipe.observe.logger import LoggedRun, open_loggers
 from fxpipe.observe.out_folder import AVERAGED_WEIGHTS, FINAL_WEIGHTS
-from fxpipe.observe.progress import Progress
+from fxpipe.observe.progress import Progress, starting_text
 from fxpipe.observe.rates import work_by_shape
 from fxpipe.observe.record import Record
 from fxpipe.observe.run_json import RunJson
-from fxpipe.observe.starting import starting_text
 from fxpipe.planner.device import Device
 from fxpipe.runtime.process.check_run import check_separate_replicas, check_unchanged, evaluates
 from fxpipe.runtime.process.checkpoints import Checkpoints

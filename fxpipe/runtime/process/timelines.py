@@ -24,10 +24,9 @@ from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.files import temporary
 from fxpipe.messages import warn
 from fxpipe.observe.out_folder import PROFILE
-from fxpipe.observe.ranges import Ranges
 from fxpipe.observe.trace import KINDS
 from fxpipe.observe.trace.writer import TraceWriter
-from fxpipe.observe.watch import Spans, Watch, span_name
+from fxpipe.observe.watch import Ranges, Spans, Watch, span_name
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions

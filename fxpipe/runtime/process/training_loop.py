@@ -32,7 +32,7 @@ from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.task.metrics import named_numbers
+from fxpipe.task.hooks import named_numbers
 
 LAUNCHED = 2
 """How many actions may be launched and not over: more hold memory, and make a device no busier."""

@@ -13,8 +13,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.observe.ranges import Ranges
-from fxpipe.observe.watch import Cause
+from fxpipe.observe.watch import Cause, Ranges
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.random_state import set_torch_state, torch_state
 from fxpipe.runtime.wires.addresses import Way

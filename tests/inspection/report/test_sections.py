@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report_facts import made_facts
 
-from fxpipe.inspection.grid import explained
+from fxpipe.inspection.timeline import explained
 
 BAD = "</script><img src=x onerror=alert(1)>\"'&"
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from traces import busy, written
 
 from fxpipe.observe.trace import Event
-from fxpipe.observe.trace.nesting import flatten
-from fxpipe.observe.trace.reader import read_trace
+from fxpipe.observe.trace.reader import flatten, read_trace
 
 
 def test_the_innermost_counts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from fxpipe.errors import RunError
-from fxpipe.observe.ranges import Ranges
+from fxpipe.observe.watch import Ranges
 from fxpipe.plan.build_folder import load_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_profiler, check_run
