@@ -39,10 +39,8 @@ def front_passes(
 ) -> list[Pass]:
     """Captured program in, program with units out: its costs can be measured.
 
-    Args:
-        whole_loss: for a program that was captured on one of several microbatches.
-        metrics: whether the loss comes with metrics.
-        scaled: whether the step computes in float16, under autocast.
+    `whole_loss` is for a program that was captured on one of several microbatches, `metrics` for a loss that comes with
+    metrics, `scaled` for a step that computes in float16.
     """
     return [
         *([NextTo()] if whole_loss else []),  # before fold: the step on the whole batch is as it was captured
@@ -67,11 +65,7 @@ def wiring_passes(
 ) -> list[Pass]:
     """Program that `Cost()` has given costs in, program whose edges are known out: codecs can be chosen for them.
 
-    Args:
-        weights_apart: whether each stage makes weight gradients in a separate function.
-        shape: the number of its batches' shape.
-        recompute: chooses what backward computes again when memory is short; None for nothing.
-        along: the graph of the workers, as in `Comm`.
+    `shape` is the number of its batches' shape, `along` the graph of the workers, as in `Comm`.
     """
     return [
         Cut(cuts),  # every node gets its worker
@@ -85,13 +79,7 @@ def wiring_passes(
 def emitting_passes(
     command: str = COMMAND, encode: Encode | None = None, shape: int = 0, reduce: Reduce | None = None
 ) -> list[Pass]:
-    """Wired program in, stage files out.
-
-    Args:
-        encode: gives edges their codecs; None if no edge has one.
-        shape: the number of its batches' shape.
-        reduce: puts gradients into buckets that replicas add up; None if no worker has replicas.
-    """
+    """Wired program in, stage files out; `encode` if an edge has a codec, `reduce` if a worker has replicas."""
     return [
         *([encode] if encode else []),  # before split: packing is a call of the sender
         SendEarly(),  # before reduce: it hands over gradients in their new order
@@ -106,10 +94,7 @@ def forward_passes(
 ) -> list[Pass]:
     """Program without a backward in, of an evaluation or of a minibatch's totals, the files of its workers out.
 
-    Args:
-        owners: the worker that holds a parameter or an updated buffer, by its first name.
-        shape: the number of its batches' shape.
-        files: the start of their names.
+    `owners` are the workers that hold parameters and updated buffers, by first name; `files` begins the files' names.
     """
     return [
         Fold(),

@@ -26,12 +26,7 @@ TOTALS = "totals"
 
 @dataclass(frozen=True)
 class Codegen(Pass):
-    """Emit a file for every stage, with a function for each of its parts.
-
-    Attributes:
-        command: what made the build, for the header.
-        file: the files' names; `{worker}` is the stage's number.
-    """
+    """Emit a file for every stage, with a function for each of its parts; the header names the `command`."""
 
     name: ClassVar[str] = "codegen"
     requires: ClassVar[Level] = Level.SPLIT

@@ -16,9 +16,7 @@ from fxpipe.planner.device import CPU, Device
 class Cost(Pass):
     """Give every node its bytes and seconds.
 
-    Fields:
-        seconds: the measured times, by node name; None computes them from FLOPs and bytes, which needs no data.
-        device: the device to compute for; it need not be present.
+    Without measured `seconds`, by node name, they follow from FLOPs and bytes, for a device that need not be present.
     """
 
     name: ClassVar[str] = "cost"

@@ -14,8 +14,7 @@ from fxpipe.planner.cuts import Cuts
 class Cut(Pass):
     """Place every node: stage k runs F of the units between its forward cuts, and likewise B and W.
 
-    Fields:
-        cuts: for all units of the program; `fxpipe/lowering/choose_cuts.py` chooses them.
+    `fxpipe/lowering/choose_cuts.py` chooses the cuts.
     """
 
     name: ClassVar[str] = "cut"

@@ -20,7 +20,6 @@ class Defer(Pass):
     B, and W returns its weight gradients unchanged. What another worker reads stays in B too, after everything else in
     B: it is added up there to the gradient of a weight that several workers use, and no worker may wait for W.
 
-
     Before:  dx = mm(dy, w)  # B                After:  dx = mm(dy, w)  # B
              dw = mm(t(dy), x)  # B, weight             dv = …
              dv = …                                     dw = mm(t(dy), x)  # W, weight

@@ -27,9 +27,6 @@ class JoinMetrics(Pass):
     Over the microbatches a metric is the mean, weighted like the loss: a leaf `loss_weight` of the batch multiplies
     both. A metric known to be a sum over the samples (`Program.summed_metrics`) is summed.
 
-    Fields:
-        microbatches: how many a minibatch has.
-
     Before:                       After:
         return loss, d_w, acc         loss_and_metrics = stack([loss, acc])
                                       return loss_and_metrics, d_w

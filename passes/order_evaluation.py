@@ -20,8 +20,7 @@ class OrderEvaluation(Pass):
     weights it reads, or of the buffers if it reads no weights. What is made only from the batch belongs to its first
     reader. Within a worker the order is kept.
 
-    Fields:
-        owners: the worker that holds a parameter or an updated buffer, by its first name; every worker has the others.
+    `owners` are the workers that hold parameters and updated buffers, by first name; every worker has the others.
 
     Before (the model is called on both images):     After:
         h = mm(left, w0)                                 h = mm(left, w0)

@@ -22,9 +22,7 @@ class PlaceEvaluation(Pass):
     A worker receives what it reads and another worker holds: tied weights, and statistics of a batch norm whose weights
     are elsewhere.
 
-    Fields:
-        workers: how many there are.
-        owners: the worker that holds a parameter or an updated buffer, by its first name; every worker has the others.
+    `owners` are as in `order_evaluation`.
 
     Before:                                      After (head.weight is embed.weight, which worker 0 owns):
         x = embedding(embed_weight, ids)  # u0       x = embedding(embed_weight, ids)  # w0

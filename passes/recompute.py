@@ -144,13 +144,9 @@ def _left(program: Program, choices: dict[int, Choices], places: dict[int, int])
 
 
 class Choices:
-    """What one worker's backward can compute again, from nothing to everything possible.
+    """What one worker's backward can compute again, from nothing to everything possible, in `most` minimum cuts.
 
-    Args:
-        program: PLACED, with costs.
-        plain: the same after `rematerialize`, which has chosen nothing: what its backwards read of forward is needed.
-        worker: its number.
-        most: the most minimum cuts.
+    `plain` is the program after `rematerialize`: with nothing chosen, what its backwards read of forward is needed.
     """
 
     def __init__(self, program: Program, plain: Program, worker: int, most: int = CUTS) -> None:

@@ -139,11 +139,7 @@ def shared_out(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
 
 
 class _Gradients:
-    """The gradients that a worker makes.
-
-    Attributes:
-        nodes: by parameter, in the order in which they become ready in the phase that returns them.
-    """
+    """The gradients that a worker makes, in the order in which they become ready in the phase that returns them."""
 
     def __init__(self, program: Program, worker: int) -> None:
         self.graph = program.graph
@@ -174,11 +170,7 @@ class _Gradients:
         return {name: self.size(name) for name in self.nodes}
 
     def check_in(self, buckets: Sequence[BucketSpec]) -> None:
-        """Refuse gradients that are in no bucket.
-
-        Raises:
-            CutError: names one.
-        """
+        """Refuse gradients that are in no bucket."""
         members = {name for bucket in buckets for name in bucket.parameters}
         if more := [name for name in self.nodes if name not in members]:
             raise CutError(

@@ -20,11 +20,8 @@ class ScaleLoss(Pass):
     """Multiply the gradient that backward begins with by a leaf of the batch: a float32 scalar.
 
     Without it, small float16 gradients become zero, and large ones infinite. The user's batches do not have this leaf:
-    worker 0 makes it for each microbatch. Forward, and so the reported loss, stays unchanged.
-
-
-    Raises:
-        TaskError: trained parameters are themselves float16.
+    worker 0 makes it for each microbatch. Forward, and so the reported loss, stays unchanged. Trained parameters that
+    are themselves float16 are refused.
 
     Before:                                     After:
         d_loss = ones([])                           d_loss = ones([])

@@ -168,12 +168,7 @@ def _weighted(program: Program) -> Program:
 
 
 def with_leaf(program: Program, node: str, name: str, shown: torch.Tensor) -> tuple[Program, fx.Node]:
-    """The program with a leaf of the batch that the user's batches do not have, and the leaf's node.
-
-    Args:
-        node, name: the name of the node, and of the leaf.
-        shown: its fake value.
-    """
+    """The program with a leaf of the batch that the user's batches do not have, and the leaf's node."""
     with program.graph.inserting_after([n for n in program.graph.nodes if n.op == "placeholder"][-1]):
         leaf = program.graph.placeholder(node)
     leaf.meta["val"] = shown

@@ -35,11 +35,7 @@ class _TracedNumber(NamedTuple):
 
 
 class BatchReads:
-    """The numbers and strings of a batch in one trace of a step.
-
-    Attributes:
-        places: by the name of each one whose value the step has read, the line that reads it.
-    """
+    """The numbers and strings of a batch in one trace of a step; and by name, the `places` that read their values."""
 
     def __init__(self) -> None:
         self.places: dict[str, str | None] = {}
@@ -137,11 +133,7 @@ def _kind_of(of: type) -> type:
 def of_what_is_read(batch: Batch, trace: Callable[[Batch, BatchReads], Made]) -> tuple[Made, Mapping[str, str | None]]:
     """Trace a step with only those numbers and strings as constants whose values it reads.
 
-    Returns:
-        What `trace` returns, and by the name of each constant the line that reads it.
-
-    Raises:
-        CaptureError: as `trace`.
+    Returns what `trace` returns, and by the name of each constant the line that reads it.
     """
     places: dict[str, str | None] = {}
     while True:

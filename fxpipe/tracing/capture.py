@@ -380,11 +380,7 @@ def _trace(
 def _state_notes(
     model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None, nodes: int
 ) -> list[str]:
-    """Notes for the user on the Python state that the step changes.
-
-    Raises:
-        CaptureError: the changed state changes what its later calls compute.
-    """
+    """Notes for the user on the Python state that the step changes; refused if its later calls depend on it."""
     changes = tensors.changes
     fake = KernelStrides(allow_non_fake_inputs=True)
     fakes = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]

@@ -53,11 +53,7 @@ def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
 
 
 def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
-    """Check all operators of a traced graph.
-
-    Raises:
-        CaptureError: one has no kernel for the device, changes its arguments, or contains graphs.
-    """
+    """Refuse operators of a traced graph that have no kernel for the device, change arguments, or contain graphs."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is with_effects:
             continue

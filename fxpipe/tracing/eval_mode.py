@@ -54,11 +54,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(LightDispatchMode):
-    """Keeps the values of some tensors that are overwritten.
-
-    Attributes:
-        values: by memory, the tensors in it, each with its former value.
-    """
+    """Keeps the former values of some tensors that are overwritten, by memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()

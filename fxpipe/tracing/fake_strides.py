@@ -68,9 +68,7 @@ def _as_given(*args: Any) -> torch.Tensor | None:
 def _margin_loss(place: int, dims: int) -> Layout:
     """The shape of a margin loss: without reduction a number for every sample, or a scalar if there is no batch.
 
-    Args:
-        place: where the argument `reduction` is; the default is the mean.
-        dims: how many dimensions the targets of a batch have.
+    `place` is that of the argument `reduction`, `dims` how many dimensions the targets of a batch have.
     """
 
     def layout(*args: Any) -> torch.Tensor:

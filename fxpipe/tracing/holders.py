@@ -77,11 +77,7 @@ class Attributes:
 
 
 class Globals:
-    """Some names of a module, which functions read or assign.
-
-    Args:
-        of_user: the module is the user's; of others, functions, classes and modules are not state.
-    """
+    """Some names of a module, which functions read or assign; if it is not the user's, only those of values."""
 
     thing: dict[str, Any]
 
@@ -165,11 +161,7 @@ class Single:
 
 
 class Cell(Single):
-    """A variable of an enclosing function.
-
-    Args:
-        reader: the function that has it.
-    """
+    """A variable of an enclosing function, and the name of a function that reads it."""
 
     def __init__(self, thing: Any, name: str, reader: types.FunctionType) -> None:
         super().__init__(thing, name)
@@ -210,11 +202,7 @@ class Bytes(Single):
 
 
 class Generator(Single):
-    """The state of a random generator of Python or numpy.
-
-    Args:
-        shared: it is the generator of the process, which `random` and `numpy.random` draw from.
-    """
+    """The state of a random generator of Python or numpy; `shared` if `random` or `numpy.random` draws from it."""
 
     def __init__(self, thing: Any, name: str, shared: bool = False) -> None:
         super().__init__(thing, name)

@@ -218,12 +218,7 @@ class SharedState:
         return noting
 
     def watched(self, buffers: Mapping[int, str], lines: Mapping[int, str | None]) -> tuple[WatchedSpec, ...]:
-        """What the traced step has read of it.
-
-        Args:
-            buffers: the names of the tensors that the program reads as buffers, by id.
-            lines: of all tensors that the step has read, by id.
-        """
+        """What the traced step has read of it; by id, the names of its buffers, and the lines that read tensors."""
         rows = [self._of_tensor(t, buffers.get(key), lines[key]) for key, t in self.tensors.items() if key in lines]
         read = self._containers()
         for mine, holder, theirs in self._both:

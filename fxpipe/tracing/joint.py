@@ -181,8 +181,7 @@ class Reader:
     def _caches(self, slots: Sequence[fx.Node]) -> tuple[int, ...]:
         """The rows that the step replaces by another shape, without reading them: the program leaves them out.
 
-        Raises:
-            CaptureError: it reads one, or one is saved with the weights.
+        It is refused if it reads one, or one is saved with the weights.
         """
         what = "metrics(model, batch)" if self.traced.evaluates else "the step"
         for row in self.traced.lost:

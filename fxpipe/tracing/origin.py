@@ -204,8 +204,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """What a torch call returns, now that it is known where it comes from.
 
-        Args:
-            counts_as: the arguments to compare between runs of the step, instead of these.
+        Between runs of the step the arguments `counts_as` are compared, instead of these.
         """
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute

@@ -189,11 +189,7 @@ CAUSES = (
 
 
 def explain(error: Exception, watch: origin.TracedStep | None = None) -> CaptureError:
-    """The error that a failed trace becomes, with the user's line.
-
-    Args:
-        watch: what is known of the step that was traced.
-    """
+    """The error that a failed trace becomes, with the user's line."""
     watch = watch or origin.TracedStep()
     operator = operators.lacking(error, watch)
     if operator is not None:
@@ -253,11 +249,7 @@ def _counts_steps(frame: FrameType) -> bool:
 
 
 def dense(tensors: HeldTensors) -> None:
-    """Check the tensors that the model holds.
-
-    Raises:
-        CaptureError: a tensor that is not a dense block of values.
-    """
+    """Refuse a tensor of the model that is not a dense block of values."""
     for names, tensor in zip(tensors.names, tensors.values, strict=True):
         if kind := unusual(tensor):
             raise CaptureError(
@@ -268,11 +260,7 @@ def dense(tensors: HeldTensors) -> None:
 
 
 def within_backward(parameter: str | None, where: str | None) -> None:
-    """Check that a constant that only the backward reads is not a parameter.
-
-    Raises:
-        CaptureError: it is one: what an autograd.Function computes with it again would bypass the graph.
-    """
+    """Refuse a parameter as a constant of the backward: what a Function computes with it would bypass the graph."""
     if parameter is not None:
         raise CaptureError(
             f"the backward of an autograd.Function computes with parameter {parameter} again, as reversible blocks do: "
@@ -285,11 +273,7 @@ def within_backward(parameter: str | None, where: str | None) -> None:
 
 
 def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTensors) -> None:
-    """Check that only the model's parameters would get a gradient: capture treats all others as constants.
-
-    Raises:
-        CaptureError: the loss has a gradient with respect to a tensor from elsewhere.
-    """
+    """Refuse a gradient with respect to a tensor that is no parameter of the model: for capture it is a constant."""
     outside = watch.calls.outside
     for node in autograd_graph.nodes(loss) if outside else ():
         leaf = id(getattr(node, "variable", None))
@@ -307,11 +291,7 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
 
 
 def scalar(loss: Any, where: str | None) -> torch.Tensor:
-    """The loss, checked to be one that can be trained on.
-
-    Raises:
-        CaptureError: it is not a tensor, not a scalar, or depends on no parameter.
-    """
+    """The loss, checked to be one that can be trained on: a scalar tensor that depends on a parameter."""
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
             f"loss(model, batch) returned {type(loss).__name__}, not a tensor",
@@ -335,10 +315,9 @@ def scalar(loss: Any, where: str | None) -> torch.Tensor:
 
 
 def evaluated(metrics: Any, where: str | None, gathers: bool) -> dict[str, Any]:
-    """What an evaluation returns: tensors of one element, and plain numbers; where it `gathers`, any tensors.
+    """What an evaluation returns, checked: a dictionary with a tensor, of tensors of one element and numbers by name.
 
-    Raises:
-        CaptureError: it is not a dictionary of such values by name, or contains no tensor.
+    Where it `gathers`, tensors may have dimensions.
     """
     if not isinstance(metrics, Mapping):
         kind = "a tensor" if isinstance(metrics, torch.Tensor) else f"a {type(metrics).__name__}"

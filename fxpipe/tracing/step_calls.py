@@ -128,11 +128,7 @@ class StepCalls:
         self._known = {id(tensor): i for i, tensor in enumerate(arguments)}
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
-        """The token of a torch call that is about to be made.
-
-        Raises:
-            CaptureError: one of the tensors was made by an earlier call of the step, in tracing.
-        """
+        """The token of a torch call that is about to be made; refused if it reads a tensor of an earlier trace."""
         self._reads, self._outside, self._reading = False, [], []
         self._changed = args[0] if args and _IN_PLACE.search(name) else None
         self.hooks |= name in ("register_hook", "retain_grad")
@@ -149,11 +145,7 @@ class StepCalls:
             ) from None
 
     def made(self, call: Call, result: Any, place: Place, where: Callable[[], str | None]) -> None:
-        """A torch call has returned `result`.
-
-        Args:
-            where: returns the line of this call, and the user's line that led to it.
-        """
+        """A torch call has returned `result`; `where` returns its line, and the user's line that led to it."""
         if self._backward <= len(self._calls) and not is_within_users(sys._getframe(1)):
             return  # torch predicts what its own kernels return
         for tensor in self._outside:
@@ -187,11 +179,7 @@ class StepCalls:
         self._backward = len(self._calls)
 
     def returned(self, results: Sequence[Any], gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        """The run is over; compare the calls that decide its results with the first run's.
-
-        Args:
-            gradients: None for a parameter without one.
-        """
+        """The run is over; compare the calls that decide its results with the first run's."""
         place = self._calls[-1][0] if self._calls else ("", 0)
         self._calls.append((place, ("gradients", tuple(g is None for g in gradients), None)))
         calls, numbers = self._deciding(results)
@@ -202,14 +190,7 @@ class StepCalls:
             self._compare(calls)
 
     def repeat(self, where: Callable[[Place], str | None], *, failed: bool = False) -> None:
-        """The run is over; compare all of its calls with the first run's.
-
-        Args:
-            failed: it has raised an error, before its end.
-
-        Raises:
-            CaptureError: they differ.
-        """
+        """The run is over, perhaps by an error; refuse calls that differ from the first run's."""
         if not self._every:
             return  # `returned` says it
         self._compare(self._calls, failed)

@@ -17,27 +17,17 @@ TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second", "tokens_
 
 
 def metric_tensors(metrics: Mapping[Any, Any], device: str, where: str | None) -> dict[str, Tensor]:
-    """The metrics as float32 scalars by name, without gradients; numbers become constants.
+    """The metrics as float32 scalars by name, without gradients; numbers become constants on the device.
 
-    Args:
-        device: where numbers are put.
-        where: the user's line.
-
-    Raises:
-        CaptureError: one has no name, the name of something else, or is not one real number.
+    Refuses one that has no name, the name of something else, or is not one real number.
     """
     return {name: _scalar(name, value, device, where) for name, value in metrics.items()}
 
 
 def check_metric(hook: str, name: Any, value: Any, where: str | None, gathers: bool = False) -> None:
-    """Refuse what is no metric.
+    """Refuse what is no metric: it has no name, or is not one real number, or where it `gathers`, no tensor.
 
-    Args:
-        hook: what returned it, in words.
-        gathers: tensors may have dimensions.
-
-    Raises:
-        CaptureError: it has no name, or is not one real number.
+    `hook` says in words what returned it.
     """
     if not isinstance(name, str) or not name or "\n" in name:
         raise CaptureError(f"{hook} calls a metric {name!r}", where=where, hint="name metrics by strings of one line")
@@ -76,11 +66,8 @@ def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
 def forget_numbers(graph: fx.Graph, count: int) -> None:
     """Remove autograd's numbers from the forward nodes that serve only the step's metrics: they have no backward.
 
-    A node without gradient has the number of the next call, and would be given that call's backward.
-
-    Args:
-        graph: the traced one.
-        count: of metrics, which are the last of the step's own outputs.
+    A node without gradient has the number of the next call, and would be given that call's backward. The metrics are
+    the last `count` of the step's own outputs.
     """
     output = graph.output_node()
     described = list(zip(pytree.tree_leaves(output.args[0]), output.meta["desc"], strict=True))

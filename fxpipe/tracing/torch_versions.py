@@ -14,11 +14,7 @@ which any release may change."""
 
 
 def standing(version: TorchVersion) -> str:
-    """`yes` for a tested version, else `no: …` with its place among the tested ones.
-
-    Args:
-        version: `torch.__version__`; its local label, such as `+cpu`, says which build of a release it is.
-    """
+    """`yes` for a tested version, whatever its local label (`+cpu`), else `no: …` with its place among those."""
     if version.partition("+")[0] in TESTED:
         return "yes"
     older = bisect_right(TESTED, version)  # torch orders its versions, pre-releases among them

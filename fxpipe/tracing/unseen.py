@@ -59,11 +59,7 @@ def refused() -> Iterator[None]:
 
 
 class _TracingThread:
-    """The thread that traces.
-
-    Attributes:
-        others_called: another thread has called what is refused here.
-    """
+    """The thread that traces, and whether another thread has called what is refused here."""
 
     def __init__(self) -> None:
         self._thread, self.others_called = threading.current_thread(), False

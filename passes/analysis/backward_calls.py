@@ -12,11 +12,7 @@ from fxpipe.passes.analysis.whole_call import WholeCall, changed_numbers, comput
 
 
 class BackwardCalls:
-    """The backward calls of every forward call, by autograd's number.
-
-    Attributes:
-        depends: the values that are computed from what is trained.
-    """
+    """The backward calls of every forward call, by autograd's number; and what `depends` on what is trained."""
 
     def __init__(self, program: Program) -> None:
         placeholders = program.placeholders

@@ -34,10 +34,8 @@ def branches_together(program: Program, nodes: Sequence[fx.Node], sources: Sourc
 
     A branch begins with the batch and ends where a call reads several branches. What is made from weights alone counts
     as no work. Calls that read the same parameter or updated buffer are in one branch, since they should be on one
-    worker, and so are all that draw random numbers: they keep their order.
-
-    Args:
-        nodes: in the order of the program, without those that are cheap to make again from the batch or from weights.
+    worker, and so are all that draw random numbers: they keep their order. The calls are given in the program's order,
+    without those that are cheap to make again from the batch or from weights.
     """
     shared = {p.node for p in program.parameters} | set(program.updates())
     seconds = {node: 0.0 if node in sources.fixed else analytic_seconds(node, CPU) for node in nodes}

@@ -22,11 +22,8 @@ LEAST = 1e4
 class Item:
     """A value of forward that backward may need.
 
-    Attributes:
-        seconds: the time to compute it again from its inputs; inf if that is impossible.
-        bytes: the memory to keep it; inf if it cannot be kept by itself, such as a view or a tuple.
-        inputs: positions of the earlier items that it is made from, without values that exist in any case.
-        needed: whether backward reads it.
+    `seconds` compute it again from its inputs, inf if that is impossible. `bytes` keep it, inf if it cannot be kept by
+    itself, such as a view or a tuple. Its `inputs` are positions of earlier items, without values that exist anyway.
     """
 
     seconds: float
@@ -37,13 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Keeping:
-    """One choice.
-
-    Attributes:
-        repeated: the positions of the items that are computed again.
-        kept: the positions of the items that are kept.
-        seconds, bytes: their cost.
-    """
+    """One choice: the positions of the items that are computed again and of those that are kept, and their cost."""
 
     repeated: frozenset[int]
     kept: frozenset[int]
@@ -81,9 +72,6 @@ class KeepOrRepeat:
     def at(self, price: float) -> Keeping:
         """The least seconds + price · bytes, each as a share of the sum over all items; of equal choices, the one that
         computes least again.
-
-        Raises:
-            ValueError: a needed item can be neither kept nor computed again.
         """
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

@@ -57,13 +57,9 @@ def _backward(program: Program) -> Iterable[fx.Node]:
 def _level(
     program: Program, names: frozenset[str], anywhere: frozenset[str], seconds: Sequence[float]
 ) -> list[SavingLevel]:
-    """What each unit saves at one level.
+    """What each unit saves at one level, of a program on one worker whose backward computes `names` again.
 
-    Args:
-        program: on one worker, after `rematerialize`.
-        names: what backward computes again from forward.
-        anywhere: what is neither saved nor sent: masks, casts of weights.
-        seconds: of backward, by unit, if nothing is computed again.
+    What is made `anywhere` is neither saved nor sent. `seconds` are of backward, by unit, if nothing is computed again.
     """
     saved, repeated, deferred, alive = ([0.0] * len(seconds) for _ in range(4))
     inputs = {b.node for b in program.batch if b.node}

@@ -27,12 +27,7 @@ from fxpipe.torch_private import OpOverload, schema_of
 
 
 class _Storage:
-    """Memory that one or more values share.
-
-    Attributes:
-        own: it belongs to the parts, not to the worker (weights, buffers).
-        sent: a part has sent it.
-    """
+    """Memory that one or more values share: the parts' `own`, or the worker's (weights, buffers); perhaps `sent`."""
 
     __slots__ = ("bytes", "own", "sent")
 
@@ -59,11 +54,7 @@ def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
 
 
 class _CodeWalk:
-    """One function, called with what the previous one has left.
-
-    Args:
-        unreceived: whether the transport holds what was sent of it.
-    """
+    """One function, called with what the previous one has left; what was sent of that may be `unreceived` yet."""
 
     def __init__(self, part: Part, passed: Mapping[str, _Held], unreceived: bool = False) -> None:
         self.part = part
@@ -192,11 +183,7 @@ class _CodeWalk:
 
 
 def _new(shown: Any, whole: bool = False) -> Any:
-    """New memory for a value.
-
-    Args:
-        whole: without gaps, for any layout of the value.
-    """
+    """New memory for a value; if `whole`, without gaps, for any layout of the value."""
     if isinstance(shown, (tuple, list)):
         return [_new(part) for part in shown]
     if not isinstance(shown, Tensor):

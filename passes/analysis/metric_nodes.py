@@ -23,8 +23,7 @@ def loss_itself(program: Program) -> fx.Node | None:
 def metric_nodes(program: Program, kept: Collection[str] = ()) -> list[fx.Node]:
     """The calls whose values go only into the metrics, in order; the one that joins them to the loss is last.
 
-    Args:
-        kept: metrics that count like any other output.
+    The metrics that are `kept` count like any other output.
     """
     outputs = zip(program.output_nodes, program.outputs, strict=True)
     left_out = {"loss" if program.loss_metrics else "metric"}
@@ -54,9 +53,7 @@ def without_metrics(program: Program) -> Program:
 def place_metrics(nodes: Collection[fx.Node], last_reader: dict[fx.Node, int]) -> None:
     """Give calls of metrics the units of their inputs, when all other calls have theirs.
 
-    Args:
-        last_reader: for the model's own tensors, the last unit whose forward reads them: no worker gets additional
-            weights for metrics.
+    The model's own tensors count for the last unit whose forward reads them: no worker gets more weights for metrics.
     """
     for node in nodes:
         near = [info(n).unit if n.op == "call_function" else last_reader.get(n, -1) for n in node.all_input_nodes]

@@ -18,11 +18,7 @@ def profile_of(program: Program, update_seconds_per_byte: float = 0.0, levels: b
     """The profile of a program whose nodes have their costs, for one microbatch.
 
     What `rematerialize` will compute where it is used (masks, casts of weights, checkpoint regions) is neither sent nor
-    saved. Linear in the graph.
-
-    Args:
-        update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
-        levels: whether units list what they save at each level of recomputation.
+    saved. With `levels`, units list what they save at each level of recomputation. Linear in the graph.
     """
     return _Profiler(program, update_seconds_per_byte).profile(levels)
 

@@ -32,10 +32,8 @@ class Share(Enum):
 class Rows:
     """The whole value is the microbatches' values, concatenated along a dimension.
 
-    Attributes:
-        dim: the dimension.
-        outer: how many blocks the dimension has, each concatenated separately: a transposed [time, batch], flattened to
-            one dimension, has `time` of them.
+    The dimension may have several blocks, each concatenated separately: a transposed [time, batch], flattened to one
+    dimension, has `outer` = `time` of them.
     """
 
     dim: int
@@ -46,10 +44,8 @@ class Rows:
 class Alike:
     """The same in every microbatch, and along some dimensions: an expanded weight, which fits rows there.
 
-    Attributes:
-        dims: the dimensions along which it is the same.
-        periods: other dimensions, and after how many places it repeats along them: a mask for each window of a picture,
-            once for each sample.
+    `periods` are other dimensions, and after how many places it repeats along them: a mask for each window of a
+    picture, once for each sample.
     """
 
     dims: frozenset[int]
@@ -58,12 +54,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class Lost:
-    """Nothing is known of the value.
-
-    Attributes:
-        why: what lost it, in words.
-        node: the name of the node where it was lost.
-    """
+    """Nothing is known of the value: why, in words, and the name of the node where it was lost."""
 
     why: str
     node: str
@@ -147,12 +138,9 @@ def after_view(
 ) -> Rows | None:
     """The rows of a tensor viewed in another shape; None if the batch is divided.
 
-    Args:
-        before, after: the shapes.
-        batch: how many samples a microbatch has.
-        may_be: whether the result's shape on the whole batch allows them.
-        groups: whether a row may be several whole samples: the rewards of each prompt's answers. Only the shape on the
-            whole batch distinguishes groups of samples from samples in two dimensions.
+    `may_be` says whether the result's shape on the whole batch allows them. With `groups`, a row may be several whole
+    samples: the rewards of each prompt's answers. Only the shape on the whole batch tells them from samples in two
+    dimensions.
     """
     outer = prod(before[: rows.dim]) * rows.outer
     block = prod(before) // max(outer, 1)

@@ -20,9 +20,7 @@ from fxpipe.simulator.memory import largest_share, peak_bytes
 def summarize(program: Program, plan: Plan, demand: Demand, optimizer: OptimizerCosts = UNKNOWN) -> list[WorkerSummary]:
     """The table's rows, for a program that has been through every pass.
 
-    Args:
-        demand: who reads which weights, for the bytes of weight copies; and the schedule, for the bytes of kept values.
-        optimizer: the costs of the model's optimizer.
+    Of `demand` it takes who reads which weights, for the bytes of copies, and the schedule, for those of kept values.
     """
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
@@ -75,11 +73,8 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
 class Traffic:
     """The bytes that every worker receives and sends for one minibatch, in the steady state.
 
-    Attributes:
-        arriving, leaving: by worker.
-        weights: what an owner sends to a reader after an update, by (owner, reader).
-        bases: by worker, the bytes that it keeps of the last messages of weight copies, sent and received: the next
-            messages are encoded as differences from them.
+    `weights` has what an owner sends to a reader after an update, by (owner, reader); `bases`, by worker, what it keeps
+    of the last messages of weight copies, sent and received: the next are encoded as differences from them.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:

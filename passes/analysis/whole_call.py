@@ -23,10 +23,8 @@ Place = int | str
 class WholeCall:
     """A call, or an input, of the step on the whole batch.
 
-    Attributes:
-        shapes: of its value, or of each value of a tuple; None for a value that is not a tensor.
-        arguments: those that are not tensors: numbers, lists of numbers.
-        value: of a constant whose value differs there.
+    It has the shape of its value, or of each value of a tuple, None for what is no tensor; the arguments that are no
+    tensors; and the value of a constant that differs there.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]

@@ -85,9 +85,7 @@ class OperatorCall:
     def is_same_for_samples(self, node: fx.Node, dim: int, rows: Rows, size: int) -> bool:
         """Whether a value that is the same in every microbatch is also the same for every sample.
 
-        Args:
-            dim: its dimension where the samples are.
-            rows: of a dimension of this size.
+        Along its dimension `dim` are samples: `rows` of a dimension of this size.
         """
         repeats = self.period(node, dim)
         of_sample, groups = divmod(size // rows.outer, self.facts.batch)
