@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -184,39 +184,23 @@ def _items(program: Program, plain: Program, worker: int) -> tuple[list[fx.Node]
     kinds = Kinds(program)
     names = {node.name: node for node in program.graph.nodes}
     needed, copied = _read_later(plain, worker)
-    place: dict[fx.Node, int] = {}
-    nodes: list[fx.Node] = []
-    items: list[Item] = []
-    stack = [(names[name], False) for name in sorted(needed)]
+    seconds: dict[fx.Node, float] = {}
+    inputs: dict[fx.Node, list[fx.Node]] = {}
+    stack = [names[name] for name in needed]
     while stack:
-        node, is_ready = stack.pop()
-        if node in place or _is_there(node, kinds, worker):
-            continue
-        again = _seconds(node, kinds, worker, copied)
-        inputs = reads_again(node) if math.isfinite(again) else []
-        if not is_ready:
-            stack.append((node, True))
-            stack.extend((n, False) for n in inputs)
-            continue
-        place[node] = len(nodes)
-        nodes.append(node)
+        node = stack.pop()
+        if node not in inputs and not _is_there(node, kinds, worker):
+            seconds[node] = _seconds(node, kinds, worker, copied)
+            inputs[node] = reads_again(node) if math.isfinite(seconds[node]) else []
+            stack += inputs[node]
+    nodes = [node for node in program.graph.nodes if node in inputs]
+    place = {node: v for v, node in enumerate(nodes)}
+    items = []
+    for node in nodes:
+        read = tuple(sorted({place[n] for n in inputs[node] if n in place}))
         is_needed = node.name in needed
-        read = tuple(sorted({place[n] for n in inputs if n in place}))
-        items.append(Item(again, _bytes(node, kinds, worker, is_needed), read, is_needed))
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    return _in_order(nodes, items, order)
-
-
-def _in_order(
-    nodes: Sequence[fx.Node], items: Sequence[Item], order: dict[fx.Node, int]
-) -> tuple[list[fx.Node], list[Item]]:
-    """The items in the order of the graph."""
-    ranks = sorted(range(len(nodes)), key=lambda v: order[nodes[v]])
-    new = {v: i for i, v in enumerate(ranks)}
-    return (
-        [nodes[v] for v in ranks],
-        [replace(items[v], inputs=tuple(sorted(new[u] for u in items[v].inputs))) for v in ranks],
-    )
+        items.append(Item(seconds[node], _bytes(node, kinds, worker, is_needed), read, is_needed))
+    return nodes, items
 
 
 def _read_later(plain: Program, worker: int) -> tuple[set[str], set[str]]:

@@ -13,13 +13,12 @@ from fxpipe.errors import listed
 from fxpipe.ir.program import CORRECTS, INFO, ONE_DRAW, BatchInput, Level, NodeInfo, Output, Program, info, value
 from fxpipe.ir.transform import Pass
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
-from fxpipe.passes.analysis.changed_buffers import changed_buffers
+from fxpipe.passes.analysis.beside_loss import changed_buffers, with_metrics
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
 from fxpipe.passes.analysis.share_rules.call import fills, operator_of
 from fxpipe.passes.analysis.share_rules.sameness import drawn_once
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
-from fxpipe.passes.analysis.whole_metrics import with_metrics
 from fxpipe.passes.fold import remove_dead
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.task.batch import tensor_spec
@@ -223,11 +222,8 @@ class _Substitution:
         factor = self.replaced.get(factor, factor)
         scale = aten.div.Scalar if node.target is aten.div.Tensor else aten.mul.Scalar
         scaled = self._call(node, scale, (factor, self.microbatches))
-        number = node.meta.get("seq_nr")
-        for user in list(factor.users):
-            backward = user.op == "call_function" and info(user).phase == "B" and user.meta.get("seq_nr") == number
-            if user is node or backward:
-                user.replace_input_with(factor, scaled)
+        for reader in (node, *self._backward_of(node)):
+            reader.replace_input_with(factor, scaled)
 
     def divide(self, node: fx.Node, reader: fx.Node) -> None:
         """Divide a value that one call reads by the number of microbatches, and likewise its gradient."""
@@ -235,13 +231,16 @@ class _Substitution:
         scaled = self._call(current.next, aten.div.Scalar, (current, self.microbatches), like=node)
         scaled.meta[CORRECTS] = True
         reader.replace_input_with(current, scaled)
-        number = node.meta.get("seq_nr")
-        backward = [n for n in self.source if info(n).phase == "B" and n.meta.get("seq_nr") == number]
+        backward = self._backward_of(node)
         for call in backward:
             for gradient in [n for n in call.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]:
-                if gradient.meta.get("seq_nr") != number:
+                if gradient not in backward:
                     divided = self._call(call, aten.div.Scalar, (gradient, self.microbatches))
                     call.replace_input_with(gradient, divided)
+
+    def _backward_of(self, node: fx.Node) -> list[fx.Node]:
+        number = node.meta.get("seq_nr")
+        return [n for n in self.source if info(n).phase == "B" and n.meta.get("seq_nr") == number]
 
     def likelihood(self, node: fx.Node) -> None:
         """Make a mean over the targets' weights a sum divided by the whole minibatch's weights."""

@@ -37,9 +37,8 @@ from fxpipe.task.hooks import Loss, Metrics, loss_and_metrics
 from fxpipe.task.parameter_attributes import attributes_of
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
-from fxpipe.tracing import autograd_graph, kernels, origin, recurrent
 from fxpipe.tracing import custom_operators as operators
-from fxpipe.tracing import value_checks as checks
+from fxpipe.tracing import kernels, origin, recurrent
 from fxpipe.tracing.batch_reads import BatchReads, of_what_is_read
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
@@ -48,9 +47,10 @@ from fxpipe.tracing.hook_state import NO_HOOKS, Hooks
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, noteworthy, still_changing
-from fxpipe.tracing.refusals import dense, evaluated, explain, own_gradients, scalar
+from fxpipe.tracing.refusals import dense, evaluated, explain, own_functions, own_gradients, scalar
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
+from fxpipe.tracing.unseen import without_checks
 
 OF_HOOKS = "gradient hooks see one microbatch's gradient at a time"
 """Begins a warning that matters only with several microbatches."""
@@ -227,9 +227,7 @@ def _evaluation(
             with origin.recording(model, watch, args, tensors.stand_ins, known_values, example.reads):
                 values = evaluated(metrics(model, user_batch), place, gathers)
             new = tensors.rebound()
-        fits = {row for row, v in new.items() if _same_type(v, tensors.inputs[row])}
-        lost[:] = [row for row in new if row not in fits]
-        replaced[:] = [row for row in new if row in fits]
+        replaced[:], lost[:] = _by_type(new, tensors.inputs)
         results.clear()
         results.update(values)
         # Copies: a metric may be a parameter, or have two names.
@@ -352,11 +350,9 @@ def _trace(
                 named.clear()
                 named.update(metric_tensors(metrics, device, place))
             own_gradients(value, watch, tensors)
-            functions[:] = autograd_graph.functions(value)
+            functions[:] = own_functions(value)
             new = tensors.rebound()
-        fits = {row for row, v in new.items() if _same_type(v, tensors.inputs[row])}
-        lost[:] = [row for row in new if row not in fits]
-        replaced[:] = [row for row in new if row in fits]
+        replaced[:], lost[:] = _by_type(new, tensors.inputs)
         if any(value is a for a in args):
             value = value.clone()  # a loss that is a parameter
         return [value, *(new[row].detach().clone() for row in replaced), *named.values()]
@@ -396,13 +392,13 @@ def _state_notes(
             with autocasting(device, autocast):
                 value, _ = loss_and_metrics(loss(model, batch))
             calls.backward()
-            hooked = calls.hooks or tensors.hooked or autograd_graph.functions(value)
+            hooked = calls.hooks or tensors.hooked or own_functions(value)
             gradients = _gradients(value, trained) if hooked else ()
             calls.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
 
     with contextlib.ExitStack() as stack:
-        for context in (silenced(), warnings.catch_warnings(action="ignore"), _tracing(), checks.left_out()):
+        for context in (silenced(), warnings.catch_warnings(action="ignore"), _tracing(), without_checks()):
             stack.enter_context(context)
         stack.enter_context(tensors.python.preserved())
         stack.enter_context(tensors.replaced(held))
@@ -446,7 +442,7 @@ def _export(
             contextlib.ExitStack() as stack,
             warnings.catch_warnings(),
             _tracing() as drew,
-            checks.left_out() as unchecked,
+            without_checks() as unchecked,
         ):
             warnings.simplefilter("ignore")  # the tracer's own; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
@@ -465,8 +461,13 @@ def _export(
     return traced.graph_module, [*([drawn] if drew() else []), *unchecked]
 
 
-def _same_type(new: Any, old: torch.Tensor) -> bool:
-    return isinstance(new, torch.Tensor) and new.shape == old.shape and new.dtype == old.dtype
+def _by_type(new: Mapping[int, Any], old: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """The rows whose new value has the shape and type of the old one, and those whose new value has not."""
+    rows: tuple[list[int], list[int]] = ([], [])
+    for row, tensor in new.items():
+        fits = isinstance(tensor, torch.Tensor) and (tensor.shape, tensor.dtype) == (old[row].shape, old[row].dtype)
+        rows[not fits].append(row)
+    return rows
 
 
 @contextlib.contextmanager

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from fxpipe import user_lines
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import unusual
-from fxpipe.torch_private import NormBase
-from fxpipe.tracing import autograd_graph, origin
+from fxpipe.torch_private import BackwardHookFunction, NormBase, written_as
 from fxpipe.tracing import custom_operators as operators
+from fxpipe.tracing import origin
 from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.recurrent import Layer
 from fxpipe.tracing.step_calls import is_outside
 from fxpipe.tracing.step_metrics import check_metric
 
@@ -275,7 +277,7 @@ def within_backward(parameter: str | None, where: str | None) -> None:
 def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTensors) -> None:
     """Refuse a gradient with respect to a tensor that is no parameter of the model: for capture it is a constant."""
     outside = watch.calls.outside
-    for node in autograd_graph.nodes(loss) if outside else ():
+    for node in _behind(loss) if outside else ():
         leaf = id(getattr(node, "variable", None))
         if leaf in outside or (hasattr(node, "variable") and is_outside(node.variable)):
             tensor, where = outside.get(leaf) or next(iter(outside.values()))
@@ -288,6 +290,26 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
                 "requires_grad_(False) on it",
                 page="outside-parameters",
             )
+
+
+def own_functions(loss: torch.Tensor) -> list[str]:
+    """The names of the user's autograd.Functions behind the loss, such as `Written`."""
+    kinds: dict[Any, None] = dict.fromkeys(type(node) for node in _behind(loss) if isinstance(node, BackwardCFunction))
+    ours = (BackwardHookFunction, Layer)
+    return [written_as(kind).__qualname__ for kind in kinds if written_as(kind) not in ours]
+
+
+def _behind(tensor: torch.Tensor) -> Iterator[Any]:
+    """All nodes of autograd's graph behind a tensor, each once."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = {None, *waiting}
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+        next_nodes = {function for function, _ in getattr(node, "next_functions", ())} - seen
+        seen |= next_nodes
+        waiting.extend(next_nodes)
 
 
 def scalar(loss: Any, where: str | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Refuses, while a step is traced, what no torch call shows: tracing would drop it or freeze it silently."""
+"""Refuses, while a step is traced, what tracing would drop or freeze silently; leaves checks of values out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
 
 from fxpipe.errors import CaptureError
-from fxpipe.torch_private import disable_current_modes
-from fxpipe.user_lines import outwards, stacked
+from fxpipe.torch_private import CHECK_TENSOR, disable_current_modes, validates_args
+from fxpipe.user_lines import outwards, place, stacked, user_frame
 
 _SEEDING = ("manual_seed", "seed", "initial_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 _SEEDING_CUDA = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
@@ -137,3 +138,32 @@ _packing = _refusing(
     "leave the hooks out; torch.utils.checkpoint.checkpoint saves memory, too; what the backward is to read instead of "
     "the exact value, an autograd.Function saves with ctx.save_for_backward",
 )
+
+
+@contextlib.contextmanager
+def without_checks() -> Iterator[list[str]]:
+    """Inside, torch's own checks of traced values pass; the list gets a note for each place that makes one.
+
+    `torch._check_tensor_all` and `torch._check_tensor_all_with` raise if an element is False. Libraries call them to
+    inform torch.compile: transformers compares the image tokens of a text with its images. `torch.distributions` checks
+    its parameters and samples unless the default validate_args is False.
+    """
+    notes: list[str] = []
+    check: Any = getattr(torch, CHECK_TENSOR, None)
+    validates = validates_args(Distribution)
+
+    def passing(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        if not isinstance(cond, torch.Tensor) or cond.dtype != torch.bool:
+            check(error_type, cond, message)  # which refuses it
+        frame = user_frame(sys._getframe(1))
+        at = f" ({place(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
+        note = f"the step checks values, which the emitted code does not{at}"
+        if note not in notes:
+            notes.append(note)
+
+    Distribution.set_default_validate_args(False)
+    try:
+        with mock.patch.object(torch, CHECK_TENSOR, passing, create=True):
+            yield notes
+    finally:
+        Distribution.set_default_validate_args(validates)
