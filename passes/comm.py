@@ -234,11 +234,9 @@ class _Wiring:
             after = next(calls, self.graph.output_node()).prev
         name = f"pace_{gap.phase}_{gap.src}_{gap.dst}"
         options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(self.device)}
-        with self.graph.inserting_after(after):
+        with self.graph.inserting_before(after.next):
             token = self.graph.create_node("call_function", aten.zeros.default, ([1],), options, name=name)
-        with self.graph.inserting_after(token):
             send = self.graph.create_node("call_function", wire.send, (token,), {}, name=f"{name}_send_{gap.dst}")
-        with self.graph.inserting_after(send):
             recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{name}_recv_{gap.dst}")
         for node, worker in ((token, gap.src), (send, gap.src), (recv, gap.dst)):
             node.meta["val"] = torch.empty(1, dtype=torch.uint8, device="meta")

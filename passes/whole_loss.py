@@ -12,10 +12,9 @@ from torch import fx
 from fxpipe.errors import listed
 from fxpipe.ir.program import CORRECTS, INFO, ONE_DRAW, BatchInput, Level, NodeInfo, Output, Program, info, value
 from fxpipe.ir.transform import Pass
-from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.beside_loss import changed_buffers, with_metrics
 from fxpipe.passes.analysis.microbatches import microbatches_of
-from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.analysis.share import BackwardCalls, Lost, Share
 from fxpipe.passes.analysis.share_rules.call import fills, operator_of
 from fxpipe.passes.analysis.share_rules.sameness import drawn_once
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call

@@ -25,11 +25,9 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Choice:
-    """The cuts, and what the choice found.
+    """The cuts, and the partitions that the planner compared, the chosen one last; none if the cuts were given.
 
-    Attributes:
-        partitions: the partitions that the planner compared, the chosen one last; empty if the cuts were given.
-        rooms: how much each worker may keep between the actions of microbatches; empty where nothing limits it.
+    `rooms` say how much each worker may keep between the actions of microbatches; none where nothing limits it.
     """
 
     cuts: Cuts
@@ -40,12 +38,7 @@ class Choice:
 def choose_cuts(
     program: Program, profile: Profile, options: CompileOptions, setting: Setting, known: tuple[Partition, ...] = ()
 ) -> Choice:
-    """The cuts of a program whose units are numbered.
-
-    Args:
-        profile: the costs of its units.
-        setting: what the planner plans for.
-        known: the planner's result, if it is already known.
+    """The cuts of a program whose units are numbered; from the planner's result, if that is already `known`.
 
     Raises:
         TooLittleMemory: nothing fits; the error says what would.

@@ -165,11 +165,7 @@ def _chosen(files: Mapping[str, bytes], names: set[str]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class _EngineTrial:
-    """One part on all engines.
-
-    Attributes:
-        strict: whether an engine that fails is an error; else it is left out.
-    """
+    """One part on all engines; one that fails is an error if `strict`, else it is left out."""
 
     part: PurePart
     emitted: Function

@@ -16,13 +16,9 @@ from fxpipe.task.loss_weights import LossWeight
 
 @dataclass(frozen=True)
 class CodecEffect:
-    """How far a step with codecs is from the same step without them.
+    """How far a step with codecs is from the same step without them: relative differences, of all gradients by norm.
 
-    Attributes:
-        loss: the relative difference.
-        gradients: the relative difference of all gradients together, by their norm.
-        worst: the parameter whose gradient changes most, and by how much; relative to at least a thousandth of the
-            largest gradient's norm.
+    `worst` is the parameter whose gradient changes most, relative to at least a thousandth of the largest norm.
     """
 
     loss: float

@@ -96,11 +96,7 @@ def compare_with_eager(
 class BothSteps:
     """One minibatch, trained by a build's stages and by the eager step that the build was compiled from.
 
-    Attributes:
-        build: of one replica; its first shape of batch is stepped on.
-        batch: padded, and that replica's share.
-        seed: of torch's generators.
-        loss_weight: the hook that the build was compiled with, if any.
+    The build is of one replica. The batch has its first shape: padded, and that replica's share.
     """
 
     build: Build
@@ -119,11 +115,7 @@ class BothSteps:
         return emitted_step(self.build, self.batch, self.seed, self.loss_weight, precise=precise)
 
     def weights(self) -> list[float]:
-        """How much each microbatch counts by the hook; empty without it.
-
-        Raises:
-            TaskError: as `weights_of`.
-        """
+        """How much each microbatch counts by the hook; empty without it."""
         if self.loss_weight is None:
             return []
         parts = cut_as_planned(self.build.plan, self.batch)
@@ -136,8 +128,7 @@ class BothSteps:
 
         If they differ by more, both are made again in float64, in the modes that are active, as `SteadyRandomness`.
 
-        Args:
-            whole: whether eager PyTorch has stepped on the whole batch.
+        `whole` says whether eager PyTorch has stepped on the whole batch.
         """
 
         def eager_of(model: nn.Module, batch: Any) -> Step:
@@ -158,8 +149,7 @@ class BothSteps:
 def _without_draws(steps: BothSteps, drawn: Agreement) -> Agreement:
     """The agreement where eager's backward draws other random numbers than its forward: compared with steady numbers.
 
-    Args:
-        drawn: the agreement with random numbers.
+    `drawn` is the agreement with random numbers.
     """
     with SteadyRandomness() as steady:
         eager, emitted = steps.eager(), steps.emitted()
@@ -179,12 +169,10 @@ _DRAWS_AGAIN = (
 
 
 class SumOfMicrobatches:
-    """The loss and the gradients of a minibatch, summed over its microbatches.
+    """The loss and the gradients of a minibatch, summed over its microbatches, and divided.
 
-    Args:
-        divisor: what the sums are divided by.
-        metrics: the names of the values after the loss, in one tensor.
-        scale: the factor on the losses before backward, which divided them, too; None if there was none.
+    `metrics` are the names of the values after the loss, in one tensor; `scale` the factor on the losses before
+    backward, which divided them, too.
     """
 
     def __init__(self, divisor: int, metrics: Sequence[str] = (), scale: float | None = None) -> None:
@@ -222,12 +210,7 @@ def emitted_step(
     with_codecs: bool = False,
     precise: bool = False,
 ) -> Step:
-    """One minibatch by the emitted stages, for the build's first shape of batch.
-
-    Args:
-        with_codecs: whether values are packed as in a run; else they are not packed.
-        precise: in float64.
-    """
+    """One minibatch by the emitted stages, for the build's first shape of batch; in float64 if `precise`."""
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = {name: wide(tensor) for name, tensor in build.tensors.items()} if precise else dict(build.tensors)

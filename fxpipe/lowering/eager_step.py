@@ -40,12 +40,8 @@ def cut_as_planned(plan: Plan, batch: Any) -> list[Batch]:
 def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0, *, whole: bool = False) -> Step:
     """One minibatch in eager PyTorch.
 
-    Args:
-        whole: on the whole batch, of which only batch norm sees one microbatch at a time; without the values of
-            buffers, which it changes once. Else microbatch by microbatch as the plan cuts it.
-
-    Raises:
-        FxpipeError: as `EagerStep`.
+    If `whole`, on the whole batch, of which only batch norm sees one microbatch at a time; without the values of
+    buffers, which it changes once. Else microbatch by microbatch as the plan cuts it.
     """
     step = EagerStep(
         model,
@@ -70,15 +66,10 @@ class EagerStep:
     The model itself runs, with its own tensors: independent of how capture treats a model. What torch.compile made runs
     as the plain code.
 
-    Attributes:
-        parameters: the names of each parameter whose gradient is wanted, and whether it is trained.
-        buffers: the names of those whose new values are wanted.
-        device, autocast: what the loss is computed on, and under which torch.autocast.
-        params: 'bf16' lets the model compute in bfloat16.
-        divisor: what the sums are divided by.
-        scale: what the summed losses are multiplied by before backward, and their gradients divided by afterwards.
-        seed: of torch's generators at the first batch; each next batch has the next number.
-        batch_norms: how many parts of a batch batch norms see, one at a time.
+    It gives the gradients of `parameters`, each with its names and whether it is trained, and new values of `buffers`.
+    Sums are divided by the `divisor`. Losses are multiplied by the `scale` before backward, and gradients divided by it
+    afterwards. The first batch has the `seed`, each next one the next number. Batch norms see a batch in `batch_norms`
+    parts, one at a time.
     """
 
     model: nn.Module
@@ -150,11 +141,7 @@ class EagerStep:
 
     @contextlib.contextmanager
     def _blamed(self, call: str) -> Iterator[None]:
-        """Errors in here are eager PyTorch's own: the step that was captured does not train without fxpipe.
-
-        Raises:
-            CaptureError: with eager's message.
-        """
+        """Errors in here are eager PyTorch's own: the step that was captured does not train without fxpipe."""
         try:
             yield
         except Exception as error:

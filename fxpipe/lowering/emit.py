@@ -40,16 +40,10 @@ Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Emitter:
-    """Cuts and emits a program, any number of times.
+    """Cuts and emits a program with costs, any number of times.
 
-    Attributes:
-        step: its program has costs.
-        costs: the program's.
-        setting: what the planner plans for.
-        codec_times: the seconds that codecs take.
-        known: partitions that are already known, the one to take last, by the bytes that travel for each byte of
-            values.
-        reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
+    `known` are partitions that were planned before, the one to take last, by the bytes that travel for each byte of
+    values.
     """
 
     step: Lowering
@@ -70,20 +64,12 @@ class Emitter:
         return self.costs.profile(self.planned, self.step.options.recomputes)
 
     def choose(self, setting: Setting) -> Choice:
-        """The cuts, as given or as the planner finds best.
-
-        Raises:
-            CutError: as `choose_cuts`.
-        """
+        """The cuts, as given or as the planner finds best."""
         partitions = self.known.get(setting.ratios, ())
         return choose_cuts(self.planned, self.profile, self.step.options, setting, partitions)
 
     def emit(self, choice: Choice, codecs: Codecs, observed: bool = True) -> tuple[Program, Build]:
-        """The emitted program, and its build.
-
-        Args:
-            observed: whether the step's observers are called.
-        """
+        """The emitted program, and its build; the step's observers are called if it is `observed`."""
         recompute = Recompute(choice.rooms) if choice.rooms else None
         along = () if self.reduce is not None and len(set(self.reduce.replicas)) > 1 else None
         step = self.step if observed else replace(self.step, observers=())

@@ -20,9 +20,7 @@ SHAPES = 8
 def first_of_each(batches: Iterable[Batch], padding: Sequence[PadSpec] = (), values: int = SHAPES) -> Iterator[Batch]:
     """The first batch of every shape, unpadded; and more of that shape, with other numbers or strings.
 
-    Args:
-        padding: counts shapes after padding, and separately for batches that it changes and that it leaves alone.
-        values: how many more.
+    Shapes count after padding, and separately for batches that it changes and that it leaves alone.
 
     Raises:
         BatchError: a batch is not a pytree of tensors.
@@ -41,13 +39,8 @@ def batches_to_compile(
 ) -> tuple[list[Batch], Batch | None]:
     """The first batch and the first of each other shape, unpadded; and a batch as small as the last one of an epoch.
 
-    The latter is None if it has a shape of the others, or cannot be made from them where it was not read itself.
-
-    Args:
-        device: all but the first batch are moved there.
-
-    Raises:
-        BatchError: a batch is not a pytree of tensors.
+    The latter is None if it has a shape of the others, or cannot be made from them where it was not read itself. All
+    but the first batch are moved to the device.
     """
     batches = [Batch.of(batch, options.constant_batch) for batch in read.batches]
     padding = options.padding(batches)
@@ -66,11 +59,7 @@ def batches_to_compile(
 
 
 def open_end(read: FirstBatches, shapes: int, options: CompileOptions) -> tuple[str, ...]:
-    """A warning if nothing says how an epoch ends, and all batches so far have one shape: the last may be smaller.
-
-    Args:
-        shapes: how many were compiled.
-    """
+    """A warning if nothing says how an epoch ends, and all batches so far have one shape: the last may be smaller."""
     if read.length is not None or len(read.batches) < options.scan or shapes > 1 or options.scan < 2:
         return ()
     return (
@@ -82,24 +71,15 @@ def open_end(read: FirstBatches, shapes: int, options: CompileOptions) -> tuple[
 
 
 def check_number(batches: Sequence[Any], data: str, hint: str) -> None:
-    """Refuse batches of too many shapes.
+    """Refuse batches of too many shapes: of one batch for each, or what was captured of it.
 
-    Args:
-        batches: one of each shape, or what was captured of each.
-        data: what gives the batches, in words; `hint` what to do about too many shapes.
-
-    Raises:
-        BatchError: there are too many.
+    `data` says in words what gives the batches, `hint` what to do about too many shapes.
     """
     if len(batches) > SHAPES:
         raise BatchError(f"{data} batches of more than {SHAPES} shapes", hint=hint, page="batch-shapes")
 
 
 def fits(program: Program, batch: Batch, microbatches: int = 1) -> bool:
-    """Whether a program computes the step of a batch: batch and program differ in nothing that the step reads.
-
-    Args:
-        microbatches: how many a batch is cut into; the program is captured on one.
-    """
+    """Whether a program computes the step of a batch: batch and program differ in nothing that the step reads."""
     given = [b.leaf for b in program.batch if b.leaf.name.startswith("batch")]
     return Splitter(given, program.batch_spec, microbatches).fits(batch)

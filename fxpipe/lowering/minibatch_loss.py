@@ -281,12 +281,7 @@ def _unseen(numbers: str) -> CaptureError:
 
 
 def _why(program: Program, steps: BothSteps, limit: float, options: CompileOptions) -> list[str]:
-    """Why the microbatches' loss is not the whole batch's.
-
-    Args:
-        program: the captured one.
-        limit: what counts as rounding.
-    """
+    """Why the microbatches' loss is not the whole batch's; up to `limit` is rounding."""
     plan, batch = steps.build.plan, steps.batch
     if plan.loss_weight:
         return ["each microbatch's loss is weighted by loss_weight(batch)"]

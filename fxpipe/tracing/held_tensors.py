@@ -56,15 +56,6 @@ class _Place(NamedTuple):
 class HeldTensors:
     """The model's tensors, one row for each memory, with all of its names: parameters first, then all others.
 
-    Attributes:
-        parameters: how many rows are parameters.
-        registered: how many are parameters or buffers; plain attributes follow.
-        shared: what the hooks reach of it.
-        changes: how the last call inside `replaced` changed the Python state that the step reaches.
-        stand_ins: inside `replaced`, the tensor to use instead, by the id of each tensor that the model holds.
-        cast: the rows that are kept in float32, and computed with in bfloat16.
-        rounded: the rows that are kept in bfloat16, though the model has them in another type.
-
     Args:
         state: names of parameters that are the step's state and not trained: they count as buffers.
         functions: the step's; the Python state that they reach is the step's, too.
@@ -90,8 +81,8 @@ class HeldTensors:
         self._functions = functions
         self.names: list[tuple[str, ...]] = []
         self.values: list[torch.Tensor] = []
-        self.changes: list[Change] = []
-        self.stand_ins: dict[int, torch.Tensor] = {}
+        self.changes: list[Change] = []  # that the last call inside `replaced` made to Python state
+        self.stand_ins: dict[int, torch.Tensor] = {}  # inside `replaced`, by the id of the tensor that they stand for
         self._rows: dict[Any, int] = {}
         self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the tensor object, which is kept alive
         self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
@@ -101,10 +92,10 @@ class HeldTensors:
         for name, parameter in parameters:
             if name not in state:
                 self._add(name, parameter)
-        self.parameters = len(self.values)
+        self.parameters = len(self.values)  # how many rows are parameters
         for name, buffer in (*(p for p in parameters if p[0] in state), *model.named_buffers(remove_duplicate=False)):
             self._add(name, buffer)
-        self.registered = len(self.values)
+        self.registered = len(self.values)  # how many are parameters or buffers; plain attributes follow
         self._refuse_without_values()
         self._add_places()
         for name, tensor in outside.items():
@@ -113,8 +104,8 @@ class HeldTensors:
         persistent = set(model.state_dict(keep_vars=True))
         self.persistent = [any(n in persistent for n in names) for names in self.names]
         self.params = params
-        self.cast: set[int] = set()
-        self.rounded: set[int] = set()
+        self.cast: set[int] = set()  # the rows that are kept in float32, and computed with in bfloat16
+        self.rounded: set[int] = set()  # those kept in bfloat16, though the model has them in another type
         if params is not None:
             self._set_types()
 
@@ -157,6 +148,7 @@ class HeldTensors:
 
     @functools.cached_property
     def shared(self) -> SharedState:
+        """What the hooks reach of it."""
         return SharedState(self.python, self._hooks)
 
     def traced_step(self) -> origin.TracedStep:

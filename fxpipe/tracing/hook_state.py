@@ -146,12 +146,8 @@ def value_at(holder: Holder, key: Any) -> Any:
 class SharedState:
     """What the hooks of a run reach of a step's state, and what the step reads of it while it is traced.
 
-    Args:
-        python: what the step reaches.
-        hooks: what a run calls between steps, and the functions of the step, by name.
-
-    Attributes:
-        tensors: of the step, those whose memory hooks reach and that no gradient is asked of, by id.
+    The hooks are what a run calls between steps, and the functions of the step, by name. `tensors` are, by id, those of
+    the step whose memory hooks reach and that no gradient is asked of.
     """
 
     def __init__(self, python: PythonState, hooks: Hooks) -> None:

@@ -53,15 +53,9 @@ class Change(NamedTuple):
 
 
 class PythonState:
-    """All that a step can reach in Python.
+    """All that a step can reach in Python: what holds it, and all objects that were met on the way.
 
-    Args:
-        functions: the step's; the model's own code is always looked into.
-        passed: objects to skip.
-
-    Attributes:
-        holders: what holds it.
-        reached: all objects that were met on the way.
+    The model's own code is always looked into, and the `functions` of the step; `passed` objects are skipped.
     """
 
     def __init__(
@@ -84,8 +78,7 @@ class PythonState:
     def preserved(self, draws: bool = True) -> Iterator[None]:
         """Afterwards everything holds the same objects as before; the values of tensors are not kept.
 
-        Args:
-            draws: put generators of random numbers back, too.
+        With `draws`, generators of random numbers are put back, too.
         """
         before = [(h, content) for h, content in self.snapshot() if draws or not isinstance(h, Generator)]
         try:

@@ -66,29 +66,19 @@ def of(meta: dict[str, Any]) -> Origin:
 
 
 class TracedStep:
-    """What is known about a step while it is traced, from all of its calls.
-
-    Attributes:
-        calls: whether it does the same at every call.
-        lines: by line that calls torch, the text of that line and of the user's line that led to it.
-        operators: by name of a torch function or operator, the line that last called it.
-        higher: the line that last called a higher-order operator.
-        failed: the error of the last torch call that raised one, and the function's name.
-        followed: the ids of tensors that hooks of a run reach.
-        met: the lines that first passed them to torch, by id.
-        unknown: the error of the last torch call that asked for a value. It fails the trace even if the step caught it,
-            because with values the step would take another path.
-    """
+    """What is known about a step while it is traced, from all of its calls."""
 
     def __init__(self) -> None:
         self.calls = StepCalls(every=True)
-        self.lines: dict[tuple[str, int], str] = {}
-        self.operators: dict[str, tuple[str, int]] = {}
-        self.higher: tuple[str, int] = ("", 0)
-        self.failed: tuple[Exception | None, str] = (None, "")
+        self.lines: dict[tuple[str, int], str] = {}  # by line that calls torch, its text and the user's that led to it
+        self.operators: dict[str, tuple[str, int]] = {}  # by torch function or operator, the line that last called it
+        self.higher: tuple[str, int] = ("", 0)  # the line that last called a higher-order operator
+        self.failed: tuple[Exception | None, str] = (None, "")  # the error of the last call that failed, and its name
+        # The error of the last call that asked for a value. It fails the trace even if the step caught it, because with
+        # values the step would take another path.
         self.unknown: Exception | None = None
-        self.followed: Container[int] = ()
-        self.met: dict[int, str | None] = {}
+        self.followed: Container[int] = ()  # the ids of tensors that hooks of a run reach
+        self.met: dict[int, str | None] = {}  # the lines that first passed them to torch, by id
 
     def where(self, line: tuple[str, int]) -> str | None:
         return self.lines.get(line)
@@ -109,13 +99,8 @@ def recording(
 ) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or outside it, its origin.
 
-    Args:
-        watch: one for all calls of a step.
-        arguments: the tensors that the step is called with.
-        stand_ins: by the id of a tensor, the tensor to call torch with instead; for the model's own tensors that an
-            object, a closure or functools.partial holds.
-        known_values: the tensors whose values it may read.
-        reads: the numbers and strings of the batch.
+    All calls of a step share one `watch`. `stand_ins` are, by the id of a tensor, the tensors to call torch with
+    instead: for the model's own tensors that an object, a closure or functools.partial holds.
 
     Raises:
         CaptureError: the step does something else than at its first call.

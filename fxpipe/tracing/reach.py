@@ -65,15 +65,9 @@ _LOADERS = ("torch.utils.data", "torch.optim")
 class Walk:
     """Walks from functions, and a model, to all holders of state that they can read or write.
 
-    Args:
-        model: None for functions alone.
-        roots: the functions of a step, or of a run's hooks.
-        passed: objects to skip.
-        loaders: look into torch's loaders, optimizers and schedulers, too: a hook reaches data through them.
-
-    Attributes:
-        found: the holders so far; the model's modules and their containers come first.
-        seen: by id, all objects met.
+    The `roots` are the functions of a step, or of a run's hooks, which have no model. Hooks reach data through torch's
+    `loaders`, optimizers and schedulers. Of the holders that are found, the model's modules and their containers come
+    first.
     """
 
     def __init__(

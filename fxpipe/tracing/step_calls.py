@@ -59,39 +59,27 @@ class _Made(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """Where a run computes something else than the first.
-
-    Attributes:
-        place: the line.
-        before, now: the calls there, of the first run and of this one; None if it makes no more calls.
-        stale: the tensors of earlier runs that it reads, if they are the cause.
-    """
+    """Where a run computes something else than the first: the line, and both calls; None if a run makes no more."""
 
     place: Place
     before: Call | None = None
     now: Call | None = None
-    stale: tuple[torch.Tensor, ...] = ()
+    stale: tuple[torch.Tensor, ...] = ()  # the tensors of earlier runs that it reads, if they are the cause
 
 
 class StepCalls:
     """The torch calls of each run of a step.
 
-    Args:
-        every: compare all calls; else only those that the results depend on, and those of the backward: hooks and
-            functions of the user's.
-
-    Attributes:
-        runs: how often the step has been called.
-        departs: how the last run departs from the first; None if it does not.
-        outside: by id, tensors that require a gradient and that the step neither was given nor made, with the line.
-        hooks: whether a run has asked for gradients of tensors, for its hooks or to keep them.
+    They are compared: `every` one, or only those that the results depend on, and those of the backward: hooks and
+    functions of the user's.
     """
 
     def __init__(self, *, every: bool) -> None:
         self.runs = 0
-        self.departs: Departure | None = None
+        self.departs: Departure | None = None  # how the last run departs from the first
+        # By id, tensors that require a gradient and that the step neither was given nor made, with the line.
         self.outside: dict[int, tuple[torch.Tensor, str | None]] = {}
-        self.hooks = False
+        self.hooks = False  # whether a run has asked for gradients of tensors, for its hooks or to keep them
         self._every = every
         self._run = 0
         self._expected: list[tuple[Place, Call]] = []

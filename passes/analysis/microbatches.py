@@ -13,9 +13,8 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import Program, info
-from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.metric_nodes import metric_nodes
-from fxpipe.passes.analysis.share import Known, Lost, Microbatches, Rows, Share
+from fxpipe.passes.analysis.share import BackwardCalls, Known, Lost, Microbatches, Rows, Share
 from fxpipe.passes.analysis.share_rules import counts_samples, mixes_samples, normalises, rule_of
 from fxpipe.passes.analysis.share_rules.call import OperatorCall, fills, is_same
 from fxpipe.passes.analysis.share_rules.sameness import same_of

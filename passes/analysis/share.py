@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.ir.program import Program
-from fxpipe.passes.analysis.backward_calls import BackwardCalls
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import Program, info
+from fxpipe.passes.analysis.whole_call import WholeCall, changed_numbers, computes_nothing, whole_call
 
 
 class Share(Enum):
@@ -63,45 +64,71 @@ class Lost:
 Known = Share | Rows | Alike | Lost
 
 
+class BackwardCalls:
+    """The backward calls of every forward call, by autograd's number; and what `depends` on what is trained."""
+
+    def __init__(self, program: Program) -> None:
+        placeholders = program.placeholders
+        self.depends = {placeholders[p.node] for p in program.parameters if p.trained}
+        self.forward: dict[Any, list[fx.Node]] = {}
+        self.backward: dict[Any, list[fx.Node]] = {}
+        for node in program:
+            number = node.meta.get("seq_nr")
+            if computes_nothing(node):
+                if any(n in self.depends for n in node.all_input_nodes):
+                    self.depends.add(node)
+            elif info(node).phase == "B":
+                self.backward.setdefault(number, []).append(node)
+            elif any(n in self.depends for n in node.all_input_nodes):
+                self.depends.add(node)
+                if not is_getitem(node):
+                    self.forward.setdefault(number, []).append(node)
+
+    def of(self, node: fx.Node) -> list[fx.Node] | None:
+        """The backward calls that may use a forward call's numbers; None if unknown, or perhaps of another call."""
+        if node not in self.depends:
+            return []
+        calls = self.backward.get(node.meta.get("seq_nr"), [])
+        if not all(isinstance(whole_call(n), WholeCall) for n in calls):
+            return None
+        if any(changed_numbers(n) for n in calls) and not self.alone(node):
+            return None
+        return calls
+
+    def alone(self, node: fx.Node) -> bool:
+        """Whether the backward calls with a forward call's number are its own, or those of the call it is a part of."""
+        number = node.meta.get("seq_nr")
+        return len(self.forward.get(number, [])) == 1 and bool(self.backward.get(number))
+
+
 @dataclass
 class Microbatches:
     """What is known about a program that was captured on one microbatch; `microbatches.py` derives it.
 
-    Attributes:
-        batch: how many samples the microbatch has.
-        backward: which backward calls belong to a forward call.
-        parts: how many times as large the whole batch is; 0 if the program does not say (`whole_call.py`).
-        changing: the placeholders of buffers that the step updates.
-        known: what each forward value is; a tuple for an operator whose results differ.
-        alone: the nodes computed from the batch and constants: no gradient goes through them.
-        totals: sums and means over the batch that are not only added up: the whole minibatch's value must replace them,
-            and is then the same in every microbatch.
-        likelihoods: the means of negative log-likelihoods, which divide by the weights of one microbatch's targets.
-        numbers: for calls with numbers that depend on how many samples there are, by place: the numbers to use for the
-            whole minibatch.
-        kept: calls whose number depends on it, too, and is correct already: it makes a mean of a sum.
-        factors: for a quotient or product that would be a sum, the input to scale to make it a mean.
-        divided: for an addition of a sum and another value, the values that are sums, too, once divided by the number
-            of microbatches, each with the call that reads it.
-        batch_norms: the normalisations over the samples of a microbatch.
-        passed_over: calls for metrics, for which nothing is derived.
+    `totals` are sums and means over the batch that are not only added up: the whole minibatch's value must replace
+    them, and is then the same in every microbatch. `likelihoods` are means of negative log-likelihoods, which divide by
+    the weights of one microbatch's targets.
     """
 
     program: Program
-    batch: int
+    batch: int  # how many samples the microbatch has
     backward: BackwardCalls
-    parts: int = 0
-    changing: frozenset[str] = frozenset()
-    known: dict[fx.Node, Any] = field(default_factory=dict)
-    alone: set[fx.Node] = field(default_factory=set)
+    parts: int = 0  # how many times as large the whole batch is; 0 if the program does not say (`whole_call.py`)
+    changing: frozenset[str] = frozenset()  # the placeholders of buffers that the step updates
+    known: dict[fx.Node, Any] = field(default_factory=dict)  # a tuple for an operator whose results differ
+    alone: set[fx.Node] = field(default_factory=set)  # computed from the batch and constants: without gradients
     totals: dict[fx.Node, Share] = field(default_factory=dict)
     likelihoods: list[fx.Node] = field(default_factory=list)
+    # For calls with numbers that depend on how many samples there are, by place: those of the whole minibatch. `kept`:
+    # calls whose number depends on it, too, and is correct already: it makes a mean of a sum.
     numbers: dict[fx.Node, dict[int | str, Any]] = field(default_factory=dict)
     kept: set[fx.Node] = field(default_factory=set)
-    factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    factors: dict[fx.Node, fx.Node] = field(default_factory=dict)  # by quotient or product: to scale, for a mean
+    # For an addition of a sum and another value, the values that are sums, too, once divided by the number of
+    # microbatches, each with the call that reads it.
     divided: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
-    batch_norms: list[fx.Node] = field(default_factory=list)
-    passed_over: frozenset[fx.Node] = frozenset()
+    batch_norms: list[fx.Node] = field(default_factory=list)  # normalisations over the samples of a microbatch
+    passed_over: frozenset[fx.Node] = frozenset()  # calls for metrics, for which nothing is derived
 
     @property
     def loss(self) -> Known:

@@ -260,7 +260,7 @@ _LOOKED_UP = {
 RULES: tuple[tuple[Rule, str], ...] = (
     (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax glu cumsum cumprod logcumsumexp cummax cummin"),
     (_along, "sort topk flip roll"),
-    (_along, "argsort scatter scatter_add scatter_reduce scatter_src _fft_r2c _fft_c2r _fft_c2c"),
+    (_along, "argsort scatter scatter_add scatter_reduce _fft_r2c _fft_c2r _fft_c2c"),
     (_along, "linalg_cross _softmax_backward_data _log_softmax_backward_data glu_backward"),
     (_matrices, "linalg_cholesky_ex linalg_inv_ex linalg_qr linalg_solve_triangular cholesky_solve"),
     (_matrices, "_linalg_det _linalg_slogdet _linalg_eigh _linalg_svd _linalg_solve_ex"),
