@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from fxpipe.builds.build import Build
 from fxpipe.errors import BatchError, CaptureError, FxpipeError, RunError
-from fxpipe.ir.program import Program, value
+from fxpipe.ir.program import Buffer, Parameter, Program, value
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.agreement import Agreement, Step, agreement_of, metric_errors
 from fxpipe.lowering.compare_with_eager import BothSteps
-from fxpipe.lowering.one_worker import for_one_worker
+from fxpipe.lowering.evaluation import with_totals
+from fxpipe.lowering.lowering import Lowering
+from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.own_rounding import rounding_text
 from fxpipe.lowering.steady_randomness import SteadyRandomness
@@ -22,9 +24,11 @@ from fxpipe.lowering.step_costs import has_no_values
 from fxpipe.lowering.where_samples_meet import where_samples_meet
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
+from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.next_to import NextTo
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
+from fxpipe.planner.cuts import Cuts
 from fxpipe.stages.compare import AMPLIFIED, EXACT, FLOOR_OF_SUMS, relative_error, tolerance
 from fxpipe.task.batch import Batch, Dims, said
 from fxpipe.task.hooks import Loss
@@ -174,7 +178,7 @@ def checked_loss(
     if has_no_values(program):
         return program, whole_loss
     batch = _whole_batch(batch.cut_as(b.leaf for b in program.batch), options)
-    build = for_one_worker(program, options.own_count * options.joint, whole_loss)
+    build = _for_one_worker(program, options.own_count * options.joint, whole_loss)
     steps = BothSteps(build, batch, model, loss, loss_weight=options.loss_weight)
     with SteadyRandomness() as steady:
         eager = steps.eager(whole=True)
@@ -200,6 +204,22 @@ def checked_loss(
         return program, replace(whole_loss, accepted=True)
     numbers = _numbers(steps, emitted, eager, agreement)
     raise _unseen(numbers) if whole_loss is None else _differs(numbers, _why(program, steps, limit, options))
+
+
+def _for_one_worker(program: Program, microbatches: int, whole_loss: WholeLoss | None) -> Build:
+    """The build of a captured step for one worker; its tensors are the program's. Any other cuts compute the same."""
+    options = CompileOptions(workers=1, schedule="gpipe", microbatches=microbatches)
+    step = Lowering(program, options, dumped_as="compared_").front(whole_loss).through([Cost()])
+    units = (0, len(step.program.units))
+    program = step.wired(Cuts(units, units)).emitted().program
+    held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+    build = Build(
+        plan=make_plan(program, options.setting(program.device)),
+        files=program.files,
+        tensors={row.names[0]: program.values[row.node].detach() for row in held},
+        warnings=program.warnings,
+    )
+    return build if program.totals is None else with_totals(build, program.totals, options)
 
 
 def _is_rough(program: Program, build: Build, limit: float) -> bool:
