@@ -19,27 +19,21 @@ norm."""
 class Agreement:
     """Largest relative errors against eager PyTorch.
 
-    Attributes:
-        gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
-        not_compared: why loss and gradients were not compared, and have no errors; '' if they were.
-        not_finite: what is infinite or NaN in eager PyTorch itself: of these only the positions of such values were
-            compared. Buffers, such as masks, may be infinite.
-        zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
-        metrics: of each metric, against its value on the whole batch, or what its values on the microbatches make.
-        rounding: the errors that rounding explains, by gradient, or `THE_LOSS`; the fields above leave them out.
-        cause: why rounding does not explain a remaining error.
-        notes: remarks on how it was compared.
+    Metrics are compared with their values on the whole batch, or with what their values on the microbatches make. Of
+    what is `not_finite` in eager PyTorch itself only the positions of such values were compared; buffers, such as
+    masks, may be infinite. `rounding` has the errors that rounding explains, by gradient, or `THE_LOSS`; other fields
+    leave them out.
     """
 
     loss: float
     gradients: dict[str, float]
     buffers: dict[str, float]
-    not_compared: str = ""
+    not_compared: str = ""  # why loss and gradients were not, and have no errors
     not_finite: tuple[str, ...] = ()
-    zero: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()  # parameters whose gradients are zero in eager PyTorch: this batch says little of them
     metrics: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
-    cause: str = ""
+    cause: str = ""  # why rounding does not explain a remaining error
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,9 +90,8 @@ class Step:
 def agreement_of(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
 
-    Args:
-        floor: errors of gradients are relative to this part of the largest gradient's norm, if their own is less; the
-            error of the loss, too, but to no more than `CANCELS` allows.
+    Errors of gradients are relative to `floor` of the largest gradient's norm, if their own is less; the error of the
+    loss, too, but to no more than `CANCELS` allows.
     """
     norms = {name: norm(gradient) for name, gradient in eager.gradients.items()}
     # An infinite gradient would hide what is wrong with all others.

@@ -24,8 +24,7 @@ _CAST = torch.ops.aten._to_copy.default
 def make_plan(program: Program, setting: Setting) -> Plan:
     """The plan of an emitted program; `Build.save` adds what concerns the folder.
 
-    Args:
-        setting: the default schedule, policy and number of microbatches of its runs.
+    The setting has the default schedule, policy and number of microbatches of its runs.
     """
     assert program.cuts is not None
     cuts = program.cuts

@@ -30,11 +30,7 @@ real difference of this size would not be seen."""
 
 
 class Exact(NamedTuple):
-    """One step in float64, by eager PyTorch and by the stages.
-
-    Attributes:
-        found: None if the stages cannot run it, or have not yet.
-    """
+    """One step in float64, by eager PyTorch and by the stages; None if these cannot run it, or have not yet."""
 
     eager: Step
     found: Step | None = None
@@ -119,9 +115,8 @@ def in_float64(
 ) -> Step | None:
     """A step of eager PyTorch on a copy of the model and the batch in float64; None if there is none.
 
-    Args:
-        step: of a model and a batch, which may fail: a model may name float32, or use an operator without float64.
-        params: 'bf16' takes the values of what is not trained as a run has them, in bfloat16.
+    The step may fail: a model may name float32, or use an operator without float64. With `params`, what is not trained
+    has the values of a run, in bfloat16.
     """
     if all(t.dtype not in NARROW for t in model.parameters()):
         return None

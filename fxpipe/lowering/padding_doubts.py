@@ -31,9 +31,6 @@ def padding_doubts(
     For every shape, eager PyTorch steps on the first batch that padding changes, unpadded and padded; random numbers
     are the same for every sample and token in both.
 
-    Args:
-        batches: as the data give them.
-
     Raises:
         BatchError: eager PyTorch steps on a batch, and fails on it when padded.
     """
@@ -80,10 +77,8 @@ def _of_step(
         drawn = ", ".join(sorted(steady.unknown))
         yield f"whether padding changes the loss was not compared: {drawn} cannot draw the same numbers for both"
         return
-    agreement, limit = (
-        agreement_of(made, own, FLOOR_OF_SUMS),
-        _limit(model.parameters(), options.autocast or options.params),
-    )
+    agreement = agreement_of(made, own, FLOOR_OF_SUMS)
+    limit = _limit(model.parameters(), options.autocast or options.params)
     name, error_of_gradient = agreement.worst_gradient
     if not agreement.loss <= limit:
         yield (
@@ -123,8 +118,7 @@ def evaluation_doubts(
 ) -> tuple[str, ...]:
     """Warnings: metrics of an evaluation that padding changes; the model is in eval mode.
 
-    Args:
-        batches: as the data give them, on the model's device; those that padding does not change are skipped.
+    Batches are as the data give them, on the model's device; those that padding does not change are skipped.
     """
     if are_on_meta(list(model.parameters())):
         return ()  # the warning on the loss says it
