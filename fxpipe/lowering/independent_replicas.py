@@ -13,11 +13,7 @@ from fxpipe.task.batch import Batch
 
 
 def with_replicas(build: Build, options: CompileOptions) -> Build:
-    """The build of all replicas from the pipeline of one; unchanged if they add up their gradients.
-
-    Raises:
-        CutError: as `CompileOptions.outer_spec`.
-    """
+    """The build of all replicas from the pipeline of one; unchanged if they add up their gradients."""
     outer = options.outer_spec
     if outer is None:
         return build
@@ -29,11 +25,7 @@ def with_replicas(build: Build, options: CompileOptions) -> Build:
 
 
 def of_one_replica(build: Build, batch: Any) -> tuple[Build, Batch]:
-    """One replica's pipeline, as if it were alone, and its padded share of a batch; both unchanged in other builds.
-
-    Raises:
-        BatchError: the batch cannot be cut.
-    """
+    """One replica's pipeline, as if it were alone, and its padded share of a batch; both unchanged in other builds."""
     plan = build.plan
     whole = Batch.of(batch).padded(plan.padding)
     if plan.outer is None:

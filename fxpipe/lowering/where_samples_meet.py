@@ -32,10 +32,7 @@ def where_samples_meet(
 ) -> str | None:
     """The reason, in words; None if every value agrees with the microbatches'.
 
-    Args:
-        program: captured on a microbatch, and `whole` on the whole batch.
-        parts, batch: the microbatches, and the batch that they are of.
-        far: the largest relative difference of values that count as equal.
+    `program` is captured on a microbatch, and `whole` on the batch; up to `far` values count as equal, relatively.
     """
     folded = run_passes(program, [NextTo(), Fold()])
     found = microbatches_of(folded)

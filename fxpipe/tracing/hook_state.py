@@ -28,7 +28,7 @@ from fxpipe.task.first_batches import values_kept
 from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS
 from fxpipe.tracing import holders
 from fxpipe.tracing.holders import Holder
-from fxpipe.tracing.model_state import PythonState, is_plain, put_back
+from fxpipe.tracing.model_state import OF_MODULES, PythonState, is_plain, put_back
 from fxpipe.tracing.reach import Walk
 
 Hooks = Mapping[str, Callable[..., Any]]
@@ -46,7 +46,6 @@ WHOLE = "*"
 
 _LONG = 200  # characters of a value that a plan keeps
 _CONTENTS = (PARAMETERS, BUFFERS, MODULES)
-_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _MODULES_OWN = nn.Module.__getattr__.__code__.co_filename
 _CONTAINERS = (holders.Members, holders.Array, holders.Bytes)
 _UNWATCHED = (holders.Generator, holders.Advancing, holders.Memory)
@@ -205,7 +204,7 @@ class SharedState:
             if reads is not None and name not in reads:
                 frame = sys._getframe(1)
                 attribute = WHOLE if name == "__dict__" else name
-                if (not name.startswith("__") and name not in _INTERNAL) or attribute == WHOLE:
+                if (not name.startswith("__") and name not in OF_MODULES) or attribute == WHOLE:
                     line = user_lines.stacked(user_lines.outwards(frame))
                     if line is not None and frame.f_code.co_filename != _MODULES_OWN:  # else torch or fxpipe reads it
                         reads[attribute] = line
@@ -251,7 +250,7 @@ class SharedState:
         if WHOLE in reads:
             reads = {**dict.fromkeys(holder.read(), reads[WHOLE]), **reads}
         return {
-            n: line for n, line in reads.items() if n != WHOLE and n not in _INTERNAL and _is_state(holder.thing, n)
+            n: line for n, line in reads.items() if n != WHOLE and n not in OF_MODULES and _is_state(holder.thing, n)
         }
 
     def _containers(self) -> set[int]:

@@ -56,9 +56,8 @@ class KnownValues:
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced) -> Any:
         """What a torch call returns.
 
-        Args:
-            traced: makes the traced call with the arguments that it is given; a third argument, if given, is compared
-                between runs of the step instead of these.
+        `traced` makes the traced call with the arguments that it is given; a third argument is compared between runs of
+        the step instead of these.
         """
         tensors = list(tensors_in((args, kwargs)))
         if any(id(tensor) not in self._known for tensor in tensors):

@@ -48,9 +48,8 @@ class Unknown(Exception):
 def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonState, nodes: int) -> list[Change]:
     """The changes that the step still makes, without an effect on its results.
 
-    Args:
-        run: calls the step; `watch.calls` compares the torch calls that its results depend on.
-        nodes: how many the step has, a measure of what a call costs; 0 if it is known to change something.
+    `run` calls the step; `watch.calls` compares the torch calls that its results depend on. The number of `nodes`
+    measures what a call costs; it is 0 for a step that is known to change something.
 
     Raises:
         CaptureError: they have an effect.
@@ -114,8 +113,7 @@ def noteworthy(changes: Sequence[Change]) -> list[Change]:
 def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Snapshot | None) -> list[Change]:
     """Call the step once more, and say what this call has changed.
 
-    Args:
-        first: the state before the first call; None if what has changed since is not the cause of a difference.
+    `first` is the state before the first call; None if what has changed since is not the cause of a difference.
 
     Raises:
         CaptureError: its results depend on what it has changed since the `first` call.

@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.tracing.holders import Attributes, Content, Generator, Holder, Members
 from fxpipe.tracing.reach import Walk, has_state
 
-_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}  # of a module; its hooks are among them
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}  # of a module; its hooks are among them
 _SIZED = (list, tuple, dict, set, deque)
 _MISSING = object()
 WHOLE = object()
@@ -123,7 +123,7 @@ def _changes(holder: Holder, old: Content) -> Iterator[Change]:
         yield Change(holder, WHOLE, "object", old, new)  # in another order
     for key in [*old, *(key for key in new if key not in old)]:
         was, now = old.get(key, _MISSING), new.get(key, _MISSING)
-        if was is now or (module and key in _INTERNAL) or (resized and (was is _MISSING or now is _MISSING)):
+        if was is now or (module and key in OF_MODULES) or (resized and (was is _MISSING or now is _MISSING)):
             continue
         yield from _change(holder, key, was, now)
 

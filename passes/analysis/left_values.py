@@ -13,18 +13,11 @@ from fxpipe.ir.program import AGAIN, Program, info, size_of, value
 
 @dataclass(frozen=True)
 class LeftValues:
-    """The bytes of one worker and one microbatch.
+    """The bytes of one worker and one microbatch, and the seconds of its backward and its weight gradients."""
 
-    Attributes:
-        saved: bytes that forward leaves.
-        deferred: bytes that backward leaves, if weight gradients are separate.
-        repeated: the most bytes that backward holds at once of what it computes again to save memory.
-        seconds: of its backward and its weight gradients.
-    """
-
-    saved: int
-    deferred: int
-    repeated: int
+    saved: int  # that forward leaves
+    deferred: int  # that backward leaves, if weight gradients are separate
+    repeated: int  # the most that backward holds at once of what it computes again to save memory
     seconds: float
 
 

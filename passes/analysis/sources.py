@@ -12,18 +12,11 @@ from fxpipe.ir.program import Program, info
 
 @dataclass(frozen=True)
 class Sources:
-    """The forward nodes that can be made again, because they are not random and are made only of placeholders.
+    """The forward nodes that can be made again, because they are not random and are made only of placeholders."""
 
-    Attributes:
-        cheap: those that are cheap to make: masks, position ids, casts and transposes of weights.
-        fixed: those that neither the batch nor a buffer update changes: they are made from weights and constants, at
-            any cost.
-        leaves: the placeholders that each is made from.
-    """
-
-    cheap: frozenset[fx.Node]
-    fixed: frozenset[fx.Node]
-    leaves: dict[fx.Node, frozenset[fx.Node]]
+    cheap: frozenset[fx.Node]  # to make: masks, position ids, casts and transposes of weights
+    fixed: frozenset[fx.Node]  # made from weights and constants, at any cost: no batch or buffer update changes them
+    leaves: dict[fx.Node, frozenset[fx.Node]]  # the placeholders that each is made from
 
     def made_of(self, node: fx.Node, names: set[str]) -> bool:
         """Whether one of these placeholders is among the node's leaves."""
