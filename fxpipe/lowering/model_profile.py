@@ -21,14 +21,7 @@ from fxpipe.task.model_view import of_parameters, without_values
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The costs of a captured step's units, and their source.
-
-    Attributes:
-        step: the captured step.
-        program: with its units numbered, without metrics.
-        input: of the planner.
-        costs_of_whole, costs_of_apart: the costs of their nodes, and of the optimizer.
-    """
+    """The costs of a captured step's units, and their source: a program with units, without metrics."""
 
     step: CapturedStep
     program: Program
@@ -50,13 +43,8 @@ def profile_model(
 ) -> StepProfile:
     """Capture the step and cost it; nothing is cut or written.
 
-    Args:
-        batch: one whole minibatch.
-        options: the options of a compile, of which those matter that concern capture and costs.
-        capture: `captured_step`, or `uncompared_step`.
-        three_way: whether `apart` is needed; else it is `whole`.
-        say: is called with what is being done.
-        shared: what is known from other numbers of microbatches, as for `step_costs`.
+    Of the options those matter that concern capture and costs. `capture` is `captured_step`, or `uncompared_step`.
+    Without `three_way`, `apart` is `whole`.
 
     Raises:
         FxpipeError: the step cannot be captured, or fails.

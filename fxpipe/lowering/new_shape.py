@@ -31,13 +31,10 @@ def folder_with_new_shape(
 ) -> Build:
     """The build in a folder, with the shapes added by a run and one more.
 
-    Args:
-        digest: of the build's plan when the run began.
-        plan, constants: with the shapes made so far.
+    `digest` is of the build's plan when the run began; `plan` and `constants` have the shapes made so far.
 
     Raises:
         BuildError: another build is in the folder.
-        FxpipeError: as `with_new_shape`.
     """
     build = load(folder)
     if build.plan.digest != digest:
@@ -49,9 +46,6 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
     """The build with stages for the shape of a batch, the same as from a compile that meets the batch.
 
     The step is captured, compared with eager PyTorch, and cut where the first shape's is. Random generators move.
-
-    Args:
-        batch: one whole minibatch, of a shape that the build does not have.
 
     Raises:
         FxpipeError: as `capture_shape` and `with_shape`; or it is not the model that was compiled.

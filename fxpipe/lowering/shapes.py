@@ -46,8 +46,7 @@ VALUES = 4
 class CapturedShape:
     """The captured step for batches of one further shape, and the pass that makes its loss the whole batch's.
 
-    Attributes:
-        last: the smaller last batch of an epoch, whose step is left out where it cannot be cut; None for others.
+    The step of `last`, the smaller last batch of an epoch, is left out where it cannot be cut.
     """
 
     program: Program
@@ -65,9 +64,6 @@ def left_out(last: Batch, error: FxpipeError, cure: str = "give the DataLoader d
 
 def further_shapes(program: Program, microbatches: int, batches: Iterable[Batch]) -> list[Batch]:
     """The first batch of every shape except the captured program's.
-
-    Args:
-        microbatches: how many a batch is cut into; the program is captured on one.
 
     Raises:
         BatchError: there are too many shapes.
@@ -91,12 +87,8 @@ def constants_of(program: Program, batch: Batch) -> tuple[str, ...]:
 def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[str]) -> None:
     """Refuse numbers and strings that the step reads and that change from batch to batch.
 
-    Args:
-        batches: the one that the program was captured on, and those that do not fit it.
-        asked: the leaves that the user declared constant, with any number of values.
-
-    Raises:
-        BatchError: names them, says where they are read, and how to avoid that.
+    Given are the batch that the program was captured on, and those that do not fit it; and the leaves that the user
+    declared constant, with any number of values.
     """
     wrong, places = [], {b.leaf.name: b.where for b in program.batch if b.where is not None}
     for row in program.batch:
@@ -120,12 +112,7 @@ def refuse_changing(program: Program, batches: Sequence[Batch], asked: Sequence[
 
 
 def capture_shape(model: nn.Module, loss: Loss, batch: Batch, options: CompileOptions) -> CapturedShape:
-    """Capture the step for a batch of another shape, cut into the same number of microbatches; compare with eager's
-    loss.
-
-    Raises:
-        FxpipeError: as `capture_microbatch` and `checked_loss`.
-    """
+    """Capture the step for a batch of another shape, cut into as many microbatches; compare with eager's loss."""
     program = capture_microbatch(model, loss, batch, options)
     return CapturedShape(*checked_loss(program, model, loss, batch, options))
 
