@@ -1,4 +1,4 @@
-"""Microbatches besides the loss: what their metrics are in the whole minibatch, and which buffers they change."""
+"""What the metrics of microbatches are in the whole minibatch, and which buffers microbatches change."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ def after_view(
     """The rows of a tensor viewed in another shape; None if the batch is divided.
 
     `may_be` says whether the result's shape on the whole batch allows them. With `groups`, a row may be several whole
-    samples: the rewards of each prompt's answers. Only the shape on the whole batch tells them from samples in two
-    dimensions.
+    samples: the rewards of each prompt's answers. Only the shape on the whole batch distinguishes these from samples in
+    two dimensions.
     """
     outer = prod(before[: rows.dim]) * rows.outer
     block = prod(before) // max(outer, 1)
