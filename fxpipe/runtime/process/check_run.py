@@ -32,12 +32,8 @@ START_AGAIN = "start the run again, and compile into another folder while runs b
 def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> tuple[Plan, Checkpoint | None]:
     """Check that the build is whole, current, and the one that the options mean; return what a run begins with.
 
-    Args:
-        from_file: the hooks come from the model file, which must be the one that was compiled.
-        writes: this process writes the run's files.
-
-    Returns:
-        The build's plan, and the checkpoint to start from, if any.
+    Hooks that come `from_file` must be those that were compiled; `writes` says whether this process writes the run's
+    files. Returns the build's plan, and the checkpoint to start from, if any.
 
     Raises:
         FxpipeError: in the build, the model file or the checkpoint to start from; or a folder cannot be written.
@@ -67,11 +63,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
 
 
 def check_profiler(options: RunOptions, plan: Plan) -> None:
-    """Refuse what cannot be profiled, or where nothing could be written.
-
-    Raises:
-        RunError: says which option.
-    """
+    """Refuse what cannot be profiled, or where nothing could be written."""
     if options.profile is not None and options.out is None:
         raise RunError("profile writes into the folder of the run, and this one has none", hint="give out")
     if options.nvtx and plan.device != "cuda":
@@ -87,10 +79,8 @@ def check_profiler(options: RunOptions, plan: Plan) -> None:
 
 
 def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
-    """The model file of a run, loaded with its settings; its optimizer is tried again if it may have changed.
-
-    Args:
-        says: this process says what has changed since the compile.
+    """The model file of a run, loaded with its settings; its optimizer is tried again if it may have changed. If
+    it `says` so, this process prints what has changed since the compile.
 
     Raises:
         TaskError: it cannot be loaded, or its optimizer cannot be used, or not as one for each worker.
@@ -123,9 +113,6 @@ def writing(out: str | None, *, again: bool = False) -> Iterator[None]:
 
     What a killed run has left half-written there is removed.
 
-    Args:
-        again: see `locked`.
-
     Raises:
         BuildError: another run writes there, or the folder cannot be written.
     """
@@ -150,11 +137,7 @@ def files_read(options: RunOptions) -> Snapshot:
 
 
 def check_unchanged(files: Snapshot) -> None:
-    """Refuse files that were replaced while they were read: a worker would mix old and new.
-
-    Raises:
-        BuildError: names the files.
-    """
+    """Refuse files that were replaced while they were read: a worker would mix old and new."""
     if changed := files.changed():
         names = listed([path.name for path in changed], 5)
         where = str(changed[0].parent)
@@ -162,11 +145,7 @@ def check_unchanged(files: Snapshot) -> None:
 
 
 def evaluates(plan: Plan, task: Task, eval_every: int | str | None) -> bool:
-    """Whether a run evaluates in its pipeline.
-
-    Raises:
-        RunError: `eval_every` is given, but the build or the task has no evaluation.
-    """
+    """Whether a run evaluates in its pipeline; refuse `eval_every` where the build or the task has no evaluation."""
     if eval_every is not None:
         what = "evaluation every epoch" if eval_every == EPOCH else f"evaluation every {eval_every} steps"
         check_evaluation(plan, what)
@@ -176,11 +155,7 @@ def evaluates(plan: Plan, task: Task, eval_every: int | str | None) -> bool:
 
 
 def check_evaluation(plan: Plan, what: str) -> None:
-    """Refuse `what` for a build without evaluation.
-
-    Raises:
-        RunError: it has none; the message says why.
-    """
+    """Refuse `what` for a build without evaluation."""
     if plan.evaluations:
         return
     reason = f": {plan.not_evaluated}" if plan.not_evaluated else ""
@@ -213,14 +188,7 @@ def unlike(what: str, plan: Plan) -> RunError:
 
 
 def check_separate_replicas(plan: Plan, options: RunOptions, task: Task) -> None:
-    """Refuse what replicas that train separately would decide differently.
-
-    Args:
-        options: with epochs counted in steps.
-
-    Raises:
-        RunError: names the callback or option that decides.
-    """
+    """Refuse what replicas that train separately would decide differently. Epochs are counted in steps."""
     callbacks = task.callbacks
     if plan.outer is None:
         return
@@ -236,22 +204,14 @@ def check_separate_replicas(plan: Plan, options: RunOptions, task: Task) -> None
 
 
 def refuse_moves(options: RunOptions, why: str, hint: str) -> None:
-    """Refuse to move units where no launcher of fxpipe can start workers again.
-
-    Raises:
-        RunError: the options ask for it.
-    """
+    """Refuse to move units where no launcher of fxpipe can start workers again."""
     for asked, flag in ((options.rebalance, "--rebalance"), (options.on_loss == REPLAN, "--on-loss replan")):
         if asked:
             raise RunError(f"{flag} starts workers again, with other units: {why}", hint=f"{hint}; or leave it out")
 
 
 def check_moves(options: RunOptions) -> None:
-    """Refuse options that ask for moves and exclude them.
-
-    Raises:
-        RunError: says what, and what to do.
-    """
+    """Refuse options that ask for moves and exclude them."""
     if options.out is None and (options.rebalance or options.on_loss == REPLAN):
         what = f"{_moving(options)} writes builds and checkpoints, and the run has no output folder"
         raise RunError(what, hint="give out")
@@ -312,11 +272,7 @@ NOT_OWN = {
 
 
 def check_own_loop(options: Iterable[str]) -> None:
-    """Refuse options of a run that mean nothing in a user's own loop.
-
-    Raises:
-        RunError: names the first, and what to do instead.
-    """
+    """Refuse options of a run that mean nothing in a user's own loop."""
     for name in options:
         if name in NOT_OWN:
             raise RunError(f"{name} is no option of fxpipe.join", hint=NOT_OWN[name])

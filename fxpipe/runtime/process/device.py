@@ -53,10 +53,7 @@ def common_backend(device: torch.device) -> str:
 def devices_of(device: torch.device, peak: float | None, process: int) -> list[Device | None]:
     """The devices of a run, each once, with their peaks as `flops`; None where a peak is not known. Called by all.
 
-    A machine's CPU counts once for each process.
-
-    Args:
-        peak: FLOP/s of each device, if the user gave them.
+    A machine's CPU counts once for each process. `peak` is the FLOP/s of each device, if the user gave them.
     """
     name, which = "cpu", f"process {process}"
     if device.type == "cuda":

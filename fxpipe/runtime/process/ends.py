@@ -93,12 +93,8 @@ class StopRequests:
             signal.raise_signal(self.asked)
 
     def give_up_if_asked(self) -> None:
-        """Do what the first signal asked for, after cleaning up.
-
-        Raises:
-            KeyboardInterrupt: it was Ctrl-C.
-            Stopped: it was another signal.
-        """
+        """Do what the first signal asked for, after cleaning up. Ctrl-C is a KeyboardInterrupt, another signal
+        `Stopped`."""
         if self.asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self.asked is not None:
@@ -120,11 +116,8 @@ def say_stopped(step: int, saved: Path | None) -> None:
 
 
 def process_name(process: int, mesh: Mesh = MESH) -> str:
-    """`worker 2`, or `rank 1 (workers 1 and 3)`; of replicas, `worker 2, replica 1`.
-
-    Args:
-        mesh: the plan's; one worker a process while the plan is not known.
-    """
+    """`worker 2`, or `rank 1 (workers 1 and 3)`; of replicas, `worker 2, replica 1`. While the plan is not known, each
+    process has one worker."""
     rank, replica = mesh.seat(process)
     hosted = [worker for worker, own in enumerate(mesh.placement) if own == rank] or [rank]
     which = f", replica {replica}" if len(mesh.of_rank(rank)) > 1 else ""
@@ -134,11 +127,7 @@ def process_name(process: int, mesh: Mesh = MESH) -> str:
 
 
 def leave_error(board: Board, rank: int, error: BaseException, who: str = "") -> None:
-    """Write down why this worker process ends.
-
-    Args:
-        who: what to call it (see `process_name`).
-    """
+    """Write down why this worker process ends."""
     if not isinstance(error, Exception):
         error = ended_by_user_code(error, who or process_name(rank))
     elif (hint := limit_hint(error)) is not None:
@@ -190,14 +179,9 @@ def is_explained(board: Board, ends: dict[int, int]) -> bool:
 def first_cause(board: Board, ends: dict[int, int], signs: Sequence[Signs], mesh: Mesh = MESH) -> FxpipeError:
     """The error that ended a run.
 
-    A worker's own error counts before a process that ended without one, and both before lost connections.
-
-    Args:
-        board: where workers have left their errors.
-        ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
-            came before the launcher ended the others.
-        signs: of all processes: where they were.
-        mesh: the plan's.
+    A worker's own error counts before a process that ended without one, and both before lost connections. The exit
+    codes are in the order in which they came, only those before the launcher ended the others; negative: ended by that
+    signal. `signs` says where all processes were.
     """
     left = known_errors(board, range(len(signs)))
     for entry in left:
@@ -211,12 +195,8 @@ def first_cause(board: Board, ends: dict[int, int], signs: Sequence[Signs], mesh
 
 
 def without_error(who: str, code: int | None, place: str | None) -> WorkerLost:
-    """The error for a process that ended before its work was done, and gave no error.
-
-    Args:
-        code: its exit code, negative if a signal ended it; None if only its launcher knows.
-        place: where it was.
-    """
+    """The error for a process that ended before its work was done, and gave no error. Its exit code is negative if a
+    signal ended it, and None if only its launcher knows."""
     memory = (
         "usually the system's out-of-memory killer does that: try smaller batches; else another program or person did"
     )

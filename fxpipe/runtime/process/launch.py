@@ -100,9 +100,6 @@ class WorkerProcesses:
 
     On Linux one starter imports torch, forks all of them and ends; then they are the children of this process, which
     adopts orphans until the last of them have ended. On other systems each worker is started by itself.
-
-    Attributes:
-        pulses: what the workers do.
     """
 
     def __init__(self, options: RunOptions, ranks: int, board: FolderBoard, guardian: Guardian) -> None:
@@ -238,9 +235,6 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
     why, where that worker was, how many steps had begun, and after which step the run went on: the step of the newest
     checkpoint, or 0. Its `moves` are `Moves.rows`.
 
-    Args:
-        mesh: the plan's; errors name processes by it.
-
     Raises:
         FxpipeError: the first error of any worker.
         KeyboardInterrupt: Ctrl-C; no process and no file is left.
@@ -295,12 +289,7 @@ def launch(options: RunOptions, ranks: int, mesh: Mesh = MESH) -> dict[str, Any]
 
 @dataclass
 class _Attempt:
-    """One start of the workers.
-
-    Attributes:
-        mesh: the plan's.
-        step: the last that any worker has begun, once all have ended.
-    """
+    """One start of the workers. `step` is the last that any worker has begun, once all have ended."""
 
     options: RunOptions
     ranks: int
@@ -347,11 +336,8 @@ class _Attempt:
     def _watch(self, workers: WorkerProcesses, board: Board) -> None:
         """Return when all workers have done their work.
 
-        Until worker 0 has its own display, print every few seconds what they do.
-
-        Raises:
-            FxpipeError: a worker failed.
-            KeyboardInterrupt, Stopped: they were asked to stop, and have stopped.
+        Until worker 0 has its own display, print every few seconds what they do. If a worker failed, raise that; if
+        they were asked to stop and have stopped, KeyboardInterrupt or `Stopped`.
         """
         options, requests, mesh = self.options, self.requests, self.mesh
         stall = StallWatch(options.stall_timeout, workers.stopped, mesh=mesh)

@@ -67,14 +67,7 @@ LINGER = 3.0
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a run.
-
-    Attributes:
-        agreed: what all processes run.
-        pulse: of this process.
-        pulses: of all processes.
-        board: the same.
-    """
+    """One process of a run: its own pulse, those of all, and the board that all see."""
 
     agreed: Agreed
     rank: int
@@ -90,10 +83,8 @@ def membership(
     """Be one of the processes that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …), or of the group that
     the caller has made.
 
-    Args:
-        task: the user's hooks; None takes those of the model file.
-        pulse: this process's, if it was started by `launch`, where its launcher reads it.
-        problem: why this process refuses.
+    Without a task, the hooks are those of the model file. If this process was started by `launch`, it has a pulse,
+    which its launcher reads. All others learn of its problem, if it refuses.
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
@@ -178,14 +169,8 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a worker runs, the same on all of them.
-
-    Attributes:
-        options: as given, or those of the checkpoint that the run goes on from.
-        files: the files that it reads, in their state when it checked them.
-        checkpoint: the one to start from, if any.
-        neighbours: processes of the run on this host, itself included.
-    """
+    """What a worker runs, the same on all of them. The files are those that it reads, in their state when it checked
+    them; `neighbours` counts the processes of the run on this host, itself included."""
 
     options: RunOptions
     plan: Plan
@@ -197,13 +182,8 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one worker sends to the others.
-
-    Attributes:
-        facts: what must be the same everywhere, by name.
-        checkpoint: the files of `--weights` with their sizes and times: equal ones need not be read.
-        problem: why this worker refuses.
-    """
+    """What one worker sends to the others. `facts` must be the same everywhere; `checkpoint` has the files of
+    `--weights` with their sizes and times: equal ones need not be read."""
 
     host: str
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -219,12 +199,8 @@ def agree(
     held: ExitStack,
     problem: FxpipeError | None = None,
 ) -> Agreed:
-    """Check what this worker was given, and compare it with the others; called by all, in an open group.
-
-    Args:
-        task: the user's hooks; None takes those of the model file.
-        held: holds the lock of the output folder, if this worker writes there and no launcher has the lock.
-        problem: why this worker refuses, whatever it is given.
+    """Check what this worker was given, and compare it with the others; called by all, in an open group. `held` gets
+    the lock of the output folder, if this worker writes there and no launcher has the lock.
 
     Raises:
         FxpipeError: this worker refuses, as `check_run`.
@@ -374,12 +350,8 @@ def newest_of_all(shelf: Shelf | None, worker: int, workers: int, gather: Gather
         worker 3:  step-900: optimizer-00004 is short │ all learn │ step-600: whole │ all go on from step-600
 
     The files of worker k are worker k's part of the checkpoint; where fewer workers go on, they share the files.
-
-    Args:
-        shelf: where this worker would look; None if it was not asked to look for the newest.
-
-    Returns:
-        None if some worker was not asked, or no checkpoint is whole: each worker that looks then says what is wrong.
+    Without a shelf, this worker was not asked to look for it. None if some worker was not asked, or no checkpoint is
+    whole: each worker that looks then says what is wrong.
     """
     seen = gather(None if shelf is None else shelf.steps())
     if any(steps is None for steps in seen):

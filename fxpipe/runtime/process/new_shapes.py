@@ -48,12 +48,8 @@ MOST = 8
 
 @dataclass(frozen=True)
 class ShapeOfWorker:
-    """What a worker needs for batches of one more shape, as worker 0 sends it.
-
-    Attributes:
-        files: the texts of its files by name: its stage, and on worker 0 what computes totals.
-        tensors: the new constants of the shape that the worker reads, by name.
-    """
+    """What a worker needs for batches of one more shape, as worker 0 sends it: by name, the texts of its files (its
+    stage, and on worker 0 what computes totals), and the new constants that it reads."""
 
     files: Mapping[str, str]
     tensors: Mapping[str, Tensor]
@@ -86,14 +82,8 @@ def of_run(options: RunOptions, plan: Plan) -> RunOptions:
 class NewShapes:
     """The shapes made during a run, for the workers in this process.
 
-    Args:
-        folder: of the build.
-        hooks: on worker 0, what a step is captured from; None without a model or a loss.
-        board: of the processes of all workers.
-        pulse: shows what worker 0 does.
-
-    Attributes:
-        plan: of the build with the shapes made so far.
+    On worker 0, `hooks` are what a step is captured from, None without a model or a loss; and the pulse shows what it
+    does. `plan` is that of the build with the shapes made so far.
     """
 
     def __init__(
@@ -117,11 +107,8 @@ class NewShapes:
         self._minibatches: ShapedMinibatches | None = None
 
     def attach(self, executors: Sequence[Executor], minibatches: ShapedMinibatches | None) -> None:
-        """Add the shapes made so far, and those made later, to these workers, which know the build's shapes.
-
-        Args:
-            minibatches: on worker 0.
-        """
+        """Add the shapes made so far, and those made later, to these workers, which know the build's shapes. The
+        minibatches are on worker 0."""
         self._executors = executors
         if minibatches is not None:
             minibatches.make = self._make
@@ -130,11 +117,7 @@ class NewShapes:
             self._add(plan, parts)
 
     def prepare(self, shape: int) -> None:
-        """Worker 0 has a minibatch of this shape: read what this worker needs for it, unless it has that.
-
-        Raises:
-            FxpipeError: the stage cannot be loaded here.
-        """
+        """Worker 0 has a minibatch of this shape: read what this worker needs for it, unless it has that."""
         while shape >= len(self.plan.steps):
             number, own = len(self.plan.steps), [executor.worker for executor in self._executors]
             keys = [_key(number, "plan"), *(_key(number, worker) for worker in own)]
@@ -187,11 +170,7 @@ class NewShapes:
             raise _not_made(refusal, error) from error
 
     def _compiled(self, batch: Batch) -> tuple[Plan, Mapping[str, str], Mapping[str, Tensor]]:
-        """The plan, the files and the tensors of the build with one more shape.
-
-        Raises:
-            FxpipeError: as `folder_with_new_shape`; or a worker lacks what the shape reads.
-        """
+        """The plan, the files and the tensors of the build with one more shape."""
         from fxpipe.lowering.new_shape import folder_with_new_shape  # tests/test_layout.py says why it may
 
         assert self._hooks is not None

@@ -24,14 +24,10 @@ class RunData:
 
     Made first, in the order of a local run: the data, then the user's other code.
 
-    Args:
-        job: with the options of the run, which may count epochs.
-
     Attributes:
         feed: the user's batches, where worker 0 is.
         hooked: follows the state that hooks share with the step; None if the step reads none.
-        total: how many minibatches the run is to have.
-        options: of the run, in steps.
+        options: of the run, in steps; as given, they may count epochs.
         shapes: those made during the run, once `attach` was called.
         batches: gives worker 0 its microbatches; None elsewhere.
         coming: the shapes of minibatches; None if there is only one.
@@ -59,11 +55,7 @@ class RunData:
         return nullcontext() if self.hooked is None else self.hooked.of_callback(hook)
 
     def attach(self, job: Job[RunOptions], rows: WalkedRows, limit: Limit, due: Due) -> None:
-        """Prepare the workers here.
-
-        Args:
-            due: whether a checkpoint follows so many minibatches.
-        """
+        """Prepare the workers here. `due` says whether a checkpoint follows so many minibatches."""
         plan, task, options, world = job.plan, job.task, job.options, job.world
         self.shapes = NewShapes(job.folder, plan, task.step_hooks, options, world.device, world.board, world.pulse)
         minibatches, several = rows.minibatches(self.hooked), several_shapes(plan, options)
@@ -84,11 +76,7 @@ class RunData:
         return [each for each in (self.feed, self.coming, self.hooked) if each is not None]
 
     def go_on(self, step: int, mark: Mapping[str, Any] | None, resumed: bool) -> None:
-        """The pipeline has begun after so many minibatches.
-
-        Args:
-            mark: where the data were, from the checkpoint.
-        """
+        """The pipeline has begun after so many minibatches. `mark` is where the data were, from the checkpoint."""
         if self.feed is not None:
             self.feed.go_on(step, mark)
         if self.hooked is not None and resumed:

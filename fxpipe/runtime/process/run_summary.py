@@ -49,11 +49,7 @@ _PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update":
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What a worker, or one of its replicas, reports after training.
-
-    Attributes:
-        loss_scale: of the next minibatch, if the loss is scaled.
-    """
+    """What a worker, or one of its replicas, reports after training. The scale is that of the next minibatch."""
 
     row: WorkerJson
     not_finite: NotFinite
@@ -61,12 +57,7 @@ class WorkerResult:
 
     @staticmethod
     def of(executor: Executor, rank: int, processes: int, more: Mapping[str, Any]) -> WorkerResult:
-        """Of a worker here.
-
-        Args:
-            processes: of the run on this host.
-            more: what its row has of this process.
-        """
+        """Of a worker here; so many processes of the run are on this host. `more` is what its row has of this process."""
         watch, log = executor.watch, executor.store.part(StalenessLog)
         forward = watch.seconds(*_OWN, within="F")
         backward = sum(watch.seconds(*_OWN, within=whole) for whole in ("B", "W", "update"))
@@ -118,13 +109,8 @@ def peak_row(device: torch.device) -> dict[str, int]:
 
 
 def take_place(options: RunOptions, record: Record | None, averages: bool, results: Sequence[WorkerResult]) -> None:
-    """The weights of a run are written: replace an earlier run's logs by this run's.
-
-    Args:
-        record: in worker 0's process.
-        averages: averages of the weights are written, too.
-        results: of all workers, which name their profiles.
-    """
+    """The weights of a run are written: replace an earlier run's logs by this run's. The record is in worker 0's
+    process; the results of all workers name their profiles."""
     if record is not None:
         best = {BEST_WEIGHTS, BEST_NOTE} if options.save_best is None and options.resume is not None else set[str]()
         averaged = {AVERAGED_WEIGHTS} if averages else set[str]()
@@ -156,12 +142,8 @@ def summarize_run(
     transport: str,
     threads: int,
 ) -> RunJson:
-    """What `run.json` has of a run when its weights are written, before they are evaluated.
-
-    Args:
-        results: of all workers, in their order.
-        transport, threads: see `RunJson`.
-    """
+    """What `run.json` has of a run when its weights are written, before they are evaluated. The results are of all
+    workers, in their order."""
     together = transport != "local"
     first = [result for result in results if not result.row.replica]
     rows, scale = [result.row for result in first], first[0].loss_scale
@@ -285,14 +267,8 @@ def say_first(
     total: int,
     epoch: int | None,
 ) -> None:
-    """Print where the run goes on, and warn of what may go wrong; called in worker 0's process.
-
-    Args:
-        executor: of worker 0.
-        out: the run's output folder.
-        total: the steps of the run.
-        epoch: the steps of an epoch, if known.
-    """
+    """Print where the run goes on, and warn of what may go wrong; called in worker 0's process. The executor is worker
+    0's."""
     if resumed is not None:
         say_resumed(resumed)
     else:

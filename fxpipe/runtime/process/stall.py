@@ -59,12 +59,7 @@ _PHASES = {
 
 
 class Standstill(NamedTuple):
-    """A run that stands still.
-
-    Attributes:
-        text: the warning, without a newline at its end.
-        ends: why the run ends, once it has stood still for too long; None before.
-    """
+    """A run that stands still: the warning, and why the run ends, once it has stood still for too long."""
 
     text: str
     ends: WorkerLost | None
@@ -73,11 +68,9 @@ class Standstill(NamedTuple):
 class StallWatch:
     """Looks at the workers again and again.
 
-    Args:
-        timeout: seconds without a move until the first warning; 0: never.
-        stopped: whether the system says that a process is stopped.
-        mesh: the plan's. Where a rank has several workers, lines are about its process; what that waits for is a
-            worker's.
+    The first warning comes after `timeout` seconds without a move; 0: never. `stopped` knows from the system
+    whether a process is stopped. Where a rank has several workers, lines are about its process; what that waits for is a
+    worker's.
     """
 
     def __init__(
@@ -181,12 +174,7 @@ def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out
     """Whether a run that stands still has only waited until its checkpoints were on the disk, and goes on now.
 
     Checkpoints that all workers have copied are whole after this. None can begin meanwhile: the worker that stands
-    still would have to reach its step.
-
-    Args:
-        signs: of all workers, as they stood still.
-        read: reads them now.
-        out: the run's output folder.
+    still would have to reach its step. `signs` are those of all workers as they stood still; `read` reads them now.
     """
     if not finish_writing(out):
         return False

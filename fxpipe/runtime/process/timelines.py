@@ -44,16 +44,8 @@ FILLED = 2
 def profiled(
     options: RunOptions, workers: int, steps: range, world: World, watches: Sequence[Watch], observers: list[Observer]
 ) -> Iterator[dict[str, str]]:
-    """Show what the workers here do inside, where the options ask for it.
-
-    Args:
-        workers: of the run.
-        steps: of the run.
-        watches, observers: of the workers, and of the rows, here.
-
-    Yields:
-        What `run.json` has of it for each worker here; at the end, `profile` is the name of the file.
-    """
+    """Show what the workers here do inside, where the options ask for it. Yields what `run.json` has of it for each
+    worker here; at the end, `profile` is the name of the file."""
     row: dict[str, str] = {}
     found: _TorchProfile | None = None
     ranges = Ranges(torch.cuda.nvtx.range, on=True) if options.nvtx else Ranges(record_function, on=False)
@@ -132,12 +124,8 @@ class _TorchProfile(Observer):
 
 @dataclass(frozen=True)
 class WorkerTrace:
-    """What one worker recorded.
-
-    Attributes:
-        spans: in its own time.
-        before, after: the offset of worker 0's clock from its own, before and after training.
-    """
+    """What one worker recorded. The spans are in its own time; `before` and `after` training, worker 0's clock had
+    these offsets from its own."""
 
     spans: Spans
     before: ClockOffset
@@ -147,11 +135,7 @@ class WorkerTrace:
 def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, traces: Iterable[WorkerTrace]) -> None:
     """Write the file, on worker 0.
 
-    Time 0 is when worker 0 first read its clock, before any worker began to train.
-
-    Args:
-        seconds: what the run took.
-        traces: what each of the `seats` recorded.
+    Time 0 is when worker 0 first read its clock, before any worker began to train. The traces are those of the `seats`.
 
     Raises:
         RunError: the file cannot be written.
@@ -234,18 +218,8 @@ def collect_trace(
     here: Mapping[tuple[int, int], WorkerTrace],
     seconds: float,
 ) -> bool:
-    """Send what was recorded to process 0, which receives it from all workers even if it cannot write it.
-
-    Args:
-        here: of the workers here, by replica and worker.
-        seconds: what training took.
-
-    Returns:
-        On process 0, whether the file was written; a failure is a warning, since the run's results are safe by then.
-
-    Raises:
-        PeerLost: another process is gone.
-    """
+    """Send what was recorded to process 0, which receives it from all workers even if it cannot write it. On process 0,
+    return whether the file was written; a failure is a warning, since the run's results are safe by then."""
     if process:
         with peers():
             for trace in here.values():

@@ -148,9 +148,6 @@ class AmongProcesses(World):
 class OneProcess(World):
     """All ranks are in this process.
 
-    Attributes:
-        loopback: what workers have sent each other and not yet received.
-
     Raises:
         RunError: the options slow messages down; or this process is one of a run.
     """
@@ -198,13 +195,7 @@ Given = TypeVar("Given", bound=PipelineOptions, covariant=True)
 @dataclass(frozen=True)
 class Job(Generic[Given]):
     """What one process knows of a pipeline before it opens workers, and does not change as long as there are some.
-
-    Attributes:
-        folder: of the build.
-        task: the user's hooks.
-        out: the folder for checkpoints and results; None without one.
-        world: to be opened with the `addresses`.
-    """
+    Without `out`, it has no folder for checkpoints and results. The world is to be opened with the `addresses`."""
 
     folder: str
     plan: Plan

@@ -49,10 +49,7 @@ class Board(ABC):
 
     @abstractmethod
     def set(self, key: str, text: str, patient: bool = True) -> None:
-        """Write a text, or replace it.
-
-        Args:
-            patient: if the disk is full, warn, and wait until there is space.
+        """Write a text, or replace it. If the disk is full, a patient call warns, and waits until there is space.
 
         Raises:
             OSError: the disk does not take it.
@@ -72,11 +69,7 @@ class Board(ABC):
         return None if texts is None else texts[0]
 
     def wait(self, keys: Sequence[str], most: float = inf) -> list[str]:
-        """Wait until all of these texts are there.
-
-        Raises:
-            TimeoutError: they are not, after so many seconds.
-        """
+        """Wait until all of these texts are there. TimeoutError if they are not, after so many seconds."""
         until, pause = monotonic() + most, LOOK
         while (texts := self.all(keys)) is None:
             if monotonic() >= until:
@@ -105,11 +98,8 @@ class DictBoard(Board):
 
 
 class FolderBoard(Board):
-    """For the processes of a run on one machine, and their launcher. torch's `FileStore` never removes anything.
-
-    Args:
-        path: of a folder that only its owner can read.
-    """
+    """For the processes of a run on one machine, and their launcher. torch's `FileStore` never removes anything. Only
+    its owner can read the folder."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -178,10 +168,8 @@ class StoreBoard(Board):
 
 
 def make_folder(room: int) -> tempfile.TemporaryDirectory[str]:
-    """A new folder in TMPDIR that only this user can read, as a context. Those of killed processes are removed.
-
-    Args:
-        room: how many bytes it must have room for.
+    """A new folder in TMPDIR that only this user can read, as a context. Those of killed processes are removed. It has
+    room for so many bytes.
 
     Raises:
         RunError: TMPDIR has no such folder.

@@ -20,13 +20,8 @@ Key = tuple[str, int]
 
 
 class Collective(ABC):
-    """One replica's part in the exchanges. All replicas of a worker begin the same exchanges in the same order.
-
-    Attributes:
-        replica: which one this is.
-        replicas: how many there are.
-        watch: the worker's own; records a 'wait' whenever the worker waits for other replicas.
-    """
+    """One replica's part in the exchanges. All replicas of a worker begin the same exchanges in the same order. The
+    worker's own `watch` records a 'wait' whenever the worker waits for other replicas."""
 
     replica: int
     replicas: int
@@ -41,19 +36,14 @@ class Collective(ABC):
     def start_sum(self, key: Key, flat: Tensor, divisor: int = 1, sizes: Sequence[int] | None = None) -> None:
         """Begin to add up a vector over the replicas; the sum may be written into it.
 
-        Args:
-            divisor: the sum is divided by it.
-            sizes: of the vector's parts, one for each replica, which receives only the sum of its own part; None if
-                each receives the whole sum.
+        The sum is divided by the divisor. `sizes` are those of the vector's parts, one for each replica, which receives
+        only the sum of its own part; without them each receives the whole sum.
         """
 
     @abstractmethod
     def start_gather(self, key: Key, own: Tensor, sizes: Sequence[int]) -> None:
-        """Begin to send each replica's vector to all; the result is all of them, one after the other.
-
-        Args:
-            sizes: how many elements each vector has.
-        """
+        """Begin to send each replica's vector to all; the result is all of them, one after the other. `sizes` says how
+        many elements each vector has."""
 
     def start_comparison(self, key: Key, value: object) -> None:
         """Begin to compare a plain value of each replica; `unlike_first` takes the result."""

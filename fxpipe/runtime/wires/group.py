@@ -42,11 +42,8 @@ ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC
 
 
 def place_of_process() -> tuple[int, int] | None:
-    """The rank and number of processes, by the user's own process group or by environment variables; else None.
-
-    Raises:
-        RunError: the variables contradict each other, or have values that they cannot have.
-    """
+    """The rank and number of processes, by the user's own process group or by environment variables; else None. Errors
+    as `has_place`."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -55,11 +52,7 @@ def place_of_process() -> tuple[int, int] | None:
 
 
 def check_no_run_here() -> None:
-    """Refuse another run, or pipeline, while this process is one of a run.
-
-    Raises:
-        RunError: it is.
-    """
+    """Refuse another run, or pipeline, while this process is one of a run."""
     if _group is not None:
         raise RunError(
             "this process is one of a run that has not ended, and cannot begin another one or a pipeline",
@@ -72,11 +65,9 @@ def open_group(
 ) -> None:
     """Join the process group of a run, among the processes of `place_of_process`.
 
-    Args:
-        board: for a run on this machine, its own: the workers meet in its folder, not at a port, and no other process
-            can join (see `fxpipe.runtime.wires.meeting`).
-        patience: seconds after which one process of each machine says that others are missing, and again at growing
-            intervals; 0 for never.
+    A run on this machine has a board: the workers meet in its folder, not at a port, and no other process can join (see
+    `fxpipe.runtime.wires.meeting`). After so many seconds of patience, and again at growing intervals, one process of
+    each machine says that others are missing; 0 for never.
 
     Raises:
         PeerLost: another process is gone.
@@ -177,10 +168,7 @@ def group_among(processes: Sequence[int], backend: str) -> Any:
     On one machine, a group over gloo is one of those that `open_group` has connected: no process listens later.
 
     It has the run's timeout, not torch's default: NCCL's default of 10 minutes may be shorter than an evaluation, and
-    ends the process.
-
-    Returns:
-        None if this process is not in the group.
+    ends the process. None if this process is not in the group.
     """
     if _connected is not None and backend == "gloo":
         return _connected[tuple(processes)]

@@ -32,11 +32,8 @@ AWAITED = 100_000
 
 
 class MessageTimes:
-    """The times of one process's messages, in nanoseconds of worker 0's clock.
-
-    Args:
-        ahead: how far worker 0's clock is ahead of this process's.
-    """
+    """The times of one process's messages, in nanoseconds of worker 0's clock. Worker 0's clock is so much ahead of
+    this process's."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
@@ -107,11 +104,8 @@ class _SentMessage(NamedTuple):
 
 
 class MeasuredLinks:
-    """Measures the links between the processes of a run.
-
-    Args:
-        links: between processes, as the build's compile knew them; no message is faster.
-    """
+    """Measures the links between the processes of a run. No message is faster than these, as the build's compile knew
+    them."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -175,15 +169,8 @@ class MeasuredLinks:
 
 
 def replaced(links: Links, first: Links, ranks: int, measured: Mapping[Way, Measured]) -> tuple[Links, float]:
-    """Links with what was measured.
-
-    Args:
-        links: as they were known last.
-        first: as the build's compile knew them; none becomes faster.
-
-    Returns:
-        The links, and the greatest share of a second for which the messages of a direction take longer than known.
-    """
+    """Links, as they were known last, with what was measured; none becomes faster than the compile of the build knew
+    it, `first`. And the greatest share of a second for which the messages of a direction take longer than known."""
     rates = [[links.bandwidth_of(a, b) for b in range(ranks)] for a in range(ranks)]
     changed: list[float] = []
     for (a, b), found in measured.items():

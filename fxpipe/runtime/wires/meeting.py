@@ -62,10 +62,6 @@ def read_meeting(board: Board) -> tuple[bytes, list[list[int]]]:
 def greet(worker: int, members: Sequence[int], secret: bytes, group: Any = None) -> None:
     """Check that the other end of each connection of a group knows the secret.
 
-    Args:
-        worker: this process, one of the members.
-        group: of torch, of the members; None for the default one.
-
     Raises:
         RunError: one does not know it.
         RuntimeError: a connection is lost, or its other end says nothing.
@@ -162,11 +158,8 @@ def widen_queues() -> None:
 
 
 def has_place() -> bool:
-    """Whether this process is one of several that torchrun, a similar program or a user has started.
-
-    Raises:
-        RunError: the variables contradict each other, or have values that they cannot have.
-    """
+    """Whether this process is one of several that torchrun, a similar program or a user has started. RunError if the
+    variables contradict each other, or have values that they cannot have."""
     if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return False
     place()
@@ -177,11 +170,7 @@ def has_place() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """The rank and the number of processes.
-
-    Raises:
-        RunError: as `has_place`.
-    """
+    """The rank and the number of processes."""
     world = _number("WORLD_SIZE", 1)
     for name, least, most in (("LOCAL_WORLD_SIZE", 1, world), ("LOCAL_RANK", 0, world - 1)):
         if name in os.environ:

@@ -41,12 +41,9 @@ from fxpipe.device_copies import mark
 class JointLaunch:
     """Launches kernels that some processes have in common, when all of them are ready, in the order of all kernels.
 
-    Args:
-        lock: of this process.
-        notes: the group in which they agree, over gloo.
-        tag: of the notes, which nothing else has.
-        below, level, above: the others' ranks in the group: processes of lower ranks of the pipeline, of this one and
-            of higher ones.
+    The lock is that of this process. They agree by notes in a group over gloo, with a tag that nothing else has.
+    `below`, `level` and `above` are the others' ranks in it: processes of lower ranks of the pipeline, of this one and
+    of higher ones.
     """
 
     def __init__(
@@ -62,15 +59,8 @@ class JointLaunch:
         self._below, self._down, self._up = below, [*below, *level], [*level, *above]
 
     def launch(self, ready: Callable[[], None], begin: Callable[[], Any]) -> Any:
-        """Launch a kernel; returns what `begin` returns.
-
-        Args:
-            ready: waits until this process is ready.
-            begin: launches it.
-
-        Raises:
-            Exception: any error of these; from gloo if another process is gone.
-        """
+        """Launch a kernel; returns what `begin` returns. `ready` waits until this process is ready. Raises any error of
+        these; of gloo if another process is gone."""
         ready()
         self._exchange(self._down, self._up)  # those above and on its level are ready
         self._exchange([], self._below)  # those below hold their locks
@@ -88,23 +78,15 @@ class JointLaunch:
 
 
 class Communicator:
-    """One end of the communicator that all messages from one process to another share.
-
-    Args:
-        group: of the two processes, over NCCL.
-        place: the rank of the other process in it.
-    """
+    """One end of the communicator that all messages from one process to another share. The group of the two processes
+    is over NCCL; `place` is the rank of the other one in it."""
 
     def __init__(self, group: Any, place: int) -> None:
         self._group, self._place = group, place
         self._error: Exception | None = None
 
     def begin(self, way: str, data: Tensor) -> Any:
-        """Begin to `send` or `recv` a message, unless an earlier one could not begin: the other end may have begun it.
-
-        Raises:
-            Exception: why a message could not begin.
-        """
+        """Begin to `send` or `recv` a message, unless an earlier one could not: the other end may have begun it."""
         if self._error is not None:
             raise self._error
         try:
@@ -115,11 +97,7 @@ class Communicator:
 
 
 class Meeting:
-    """A message that begins when both ends are ready.
-
-    Args:
-        begin: waits for the other end, and begins.
-    """
+    """A message that begins when both ends are ready. `begin` waits for the other end, and begins."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin = begin
@@ -133,21 +111,16 @@ class Meeting:
             self._work.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until it has begun; the device's current stream waits until it is over.
-
-        Raises:
-            Exception: any error of it; from torch.distributed or gloo if the other end is gone.
-        """
+        """Wait until it has begun; the device's current stream waits until it is over. Raises any error of it; of
+        torch.distributed or gloo if the other end is gone."""
         self._work.result().wait()
 
 
 class NcclLine:
     """One end of a channel between two processes, whose messages keep their order.
 
-    A thread holds the meetings while the worker computes.
-
-    Args:
-        agreement: of the two processes, with notes of this line.
+    A thread holds the meetings while the worker computes. The agreement is that of the two processes, with notes of
+    this line.
     """
 
     def __init__(self, communicator: Communicator, agreement: JointLaunch, device: torch.device) -> None:

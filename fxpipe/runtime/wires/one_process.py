@@ -27,12 +27,7 @@ class Loopback:
     """Messages between workers of this process that are not received yet.
 
     As on other wires, the first announced receive of a line gets its first message, but it may be waited for last.
-
-    Args:
-        turns: of the rows in this process; None if none waits for another.
-
-    Attributes:
-        left: how many messages were not received.
+    `left` counts the messages that were not received.
     """
 
     def __init__(self, turns: Turns | None = None) -> None:
@@ -92,12 +87,8 @@ def _waits(worker: int, cause: Cause) -> str:
 
 
 class OneProcessWires:
-    """The `Wires` of one rank, when all ranks are in one process.
-
-    Args:
-        process: the process that this rank would be in a run of several processes.
-        loopback: of all ranks.
-    """
+    """The `Wires` of one rank, when all ranks are in one process. In a run of several processes, this rank would be
+    this process."""
 
     ordered = staged = False
 
@@ -121,9 +112,8 @@ class Turns:
     Only this object may refer to a row that is held: Python's collector does not look into its frames, which refer to
     the workers and so to this object. What holds it therefore calls `end`, at the latest by a finalizer.
 
-    Attributes:
-        draws: rows may draw random numbers, so each has its own state of the generator.
-        ranges: of a profiler, if it shows the rows' spans: a row that is held leaves its own.
+    If rows may draw random numbers (`draws`), each has its own state of the generator. A profiler that shows the rows'
+    spans has `ranges`: a row that is held leaves its own.
     """
 
     def __init__(self) -> None:
@@ -134,12 +124,8 @@ class Turns:
         self._grad = True  # outside of the rows
 
     def walk(self, rows: Sequence[Callable[[], None]]) -> None:
-        """Walk rows to their ends.
-
-        Raises:
-            RunError: each waits for another, so none can continue.
-            Exception: raised by a row; the others clean up.
-        """
+        """Walk rows to their ends. If each waits for another, that is a RunError. If a row raises an error, the others
+        clean up."""
         self.begin(rows)
         self.go()
 
@@ -182,15 +168,9 @@ class Turns:
         return True
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str], idle: bool = False) -> None:
-        """Let other rows continue until something is ready.
-
-        Args:
-            what: says which worker waits for what.
-            idle: what this row waits for does not come from another row.
-
-        Raises:
-            RunError: no other row of this process can make it ready.
-        """
+        """Let other rows continue until something is ready. If none of this process can make it ready, that is a
+        RunError, of which `what` says which worker waits for what. An idle row waits for what does not come from
+        another row."""
         if ready():
             return
         row, parent = getcurrent(), getcurrent().parent

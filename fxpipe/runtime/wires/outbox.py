@@ -34,12 +34,7 @@ def pieces(size: int) -> list[slice]:
 
 @dataclass(eq=False)
 class Queued:
-    """A message in an outbox.
-
-    Attributes:
-        data: its bytes.
-        send: begins to send some bytes; returns the work to wait for.
-    """
+    """A message in an outbox. `send` begins to send some bytes, and returns the work to wait for."""
 
     turn: int
     data: Tensor
@@ -48,11 +43,7 @@ class Queued:
     _left: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
-        """Wait until all of it has left.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
+        """Wait until all of it has left. RuntimeError if the connection was lost."""
         self._left.result()
 
     def leave(self, turns: ChunkTurns) -> None:
@@ -142,10 +133,6 @@ class Pieces:
         self._works = works
 
     def wait(self) -> None:
-        """Wait until all have arrived.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
+        """Wait until all have arrived. RuntimeError if the connection was lost."""
         for work in self._works:
             work.wait()

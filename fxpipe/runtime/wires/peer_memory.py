@@ -36,11 +36,7 @@ class _Block:
 
 
 class PeerSender(Sender):
-    """One end of a direction.
-
-    Raises:
-        RuntimeError: at the first message: the device shares no memory.
-    """
+    """One end of a direction. RuntimeError at the first message if the device shares no memory."""
 
     def __init__(self, device: torch.device, launching: Launching = ALONE) -> None:
         super().__init__(device, launching)
@@ -74,11 +70,7 @@ class PeerSender(Sender):
 
 
 class PeerReceiver(Receiver):
-    """The other end.
-
-    Raises:
-        RuntimeError: at the first message: this device does not reach the memory of the other one.
-    """
+    """The other end. RuntimeError at the first message if this device does not reach the memory of the other one."""
 
     def __init__(self, given: Handles, device: torch.device, launching: Launching = ALONE) -> None:
         super().__init__(given, device, launching)

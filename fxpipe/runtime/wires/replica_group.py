@@ -49,16 +49,9 @@ def replica_group(plan: Plan, backend: str) -> Any:
 class ReplicaProcess:
     """The exchanges of one process, for all its workers, in one order.
 
-    Args:
-        group: of the replicas.
-        device: of the vectors.
-        staged: the group cannot carry the device's tensors: they go through the CPU's memory.
-        name: of this process, in errors.
-        agreement: of the replicas, over NCCL; else None.
-        notes: the group of the replicas over gloo; None if `group` is.
-
-    Attributes:
-        sent: the bytes sent to other processes, by worker and what was exchanged.
+    If the group is `staged`, it cannot carry the device's tensors: they go through the CPU's memory. Over NCCL the
+    replicas have an agreement, and another group for notes, over gloo. `sent` counts the bytes sent to other processes,
+    by worker and what was exchanged.
     """
 
     def __init__(
@@ -123,12 +116,8 @@ class ReplicaProcess:
         self._jobs.put((job, result))
 
     def result(self, worker: int, key: Key) -> Tensor:
-        """Wait for the result.
-
-        Raises:
-            PeerLost: another replica is gone.
-            Exception: any other error of this exchange or an earlier one.
-        """
+        """Wait for the result. PeerLost if another replica is gone; or any other error of this exchange or an earlier
+        one."""
         return self._begun.pop((worker, key))()
 
     def end(self) -> None:
@@ -242,11 +231,7 @@ class ReplicaProcess:
 
 
 class WorkerCollective(Collective):
-    """The exchanges of one worker.
-
-    Attributes:
-        watch: the worker's; None until it has one.
-    """
+    """The exchanges of one worker."""
 
     def __init__(self, process: ReplicaProcess, worker: int) -> None:
         self.replica, self.replicas = process.replica, process.replicas

@@ -73,9 +73,8 @@ class Handles(NamedTuple):
 class Whereabouts(NamedTuple):
     """Where a process is: those of one user on one machine may share memory.
 
-    Attributes:
-        off: why it shares none; '' if it may.
-        spaces: of process ids, and of networks: other ones are other machines to their users.
+    `off` says why it shares none, if it does not. Process ids and networks of other `spaces` are other machines to
+    their users.
     """
 
     off: str
@@ -105,12 +104,8 @@ class Whereabouts(NamedTuple):
 
 
 class Sender:
-    """One end of a direction.
-
-    Args:
-        device: that computes what is sent.
-        launching: held while what waits for another process is put into the device's queue.
-    """
+    """One end of a direction. It is computed on the device; `launching` is held while what waits for another process is
+    put into the device's queue."""
 
     def __init__(self, device: torch.device = CPU, launching: Launching = ALONE) -> None:
         self._device, self._launching = device, launching
@@ -174,11 +169,7 @@ class Sender:
 
 
 class Receiver:
-    """The other end.
-
-    Raises:
-        OSError: this process must not open what the sender has.
-    """
+    """The other end. OSError if this process must not open what the sender has."""
 
     def __init__(self, given: Handles, device: torch.device = CPU, launching: Launching = ALONE) -> None:
         self._device, self._launching = device, launching
@@ -201,11 +192,7 @@ class Receiver:
         return message in self._here
 
     def wait(self, message: tuple[int, int]) -> None:
-        """Wait until a message has arrived.
-
-        Raises:
-            PeerLost: the sender is gone.
-        """
+        """Wait until a message has arrived. PeerLost if the sender is gone."""
         while message not in self._here:
             if not (read := os.read(self._sent, _READ)):
                 raise peer_lost("Connection closed by peer")
@@ -253,11 +240,7 @@ class Arriving:
         return self._end.has(self._message)
 
     def wait(self, what: Waiting | None = None) -> None:
-        """Wait until it has arrived.
-
-        Raises:
-            PeerLost: the sender is gone.
-        """
+        """Wait until it has arrived. PeerLost if the sender is gone."""
         self._end.wait(self._message)
 
     def take(self) -> Tensor:
@@ -266,11 +249,8 @@ class Arriving:
 
 
 class Ends(NamedTuple):
-    """The ends of a process's directions, by the other process.
-
-    Attributes:
-        without: why not, for each direction of the whole run; '' where memory is shared.
-    """
+    """The ends of a process's directions, by the other process. `without` says why not, for each direction of the whole
+    run; '' where memory is shared."""
 
     senders: Mapping[int, Sender]
     receivers: Mapping[int, Receiver]
@@ -281,11 +261,8 @@ class Ends(NamedTuple):
         return " and ".join(sorted({otherwise if why else shared for why in self.without.values()})) or otherwise
 
     def close(self, meet: Callable[[], None]) -> None:
-        """No more messages.
-
-        Args:
-            meet: waits for all processes of the run: the memory of a device is free once no receiver has it open.
-        """
+        """No more messages. `meet` waits for all processes of the run: the memory of a device is free once no receiver
+        has it open."""
         for receiver in self.receivers.values():
             receiver.close()
         if "" in self.without.values():
@@ -304,13 +281,8 @@ def connected(
     ends: tuple[type[Sender], type[Receiver]] = (Sender, Receiver),
     launching: Launching = ALONE,
 ) -> Ends:
-    """Connect the processes that can share memory, as a message in each direction tries; called by all of a run.
-
-    Args:
-        directions: the sender and the receiver of each, the same list in every process.
-        ends: the kinds of a sender and a receiver.
-        launching: as of `Sender`.
-    """
+    """Connect the processes that can share memory, as a message in each direction tries; called by all of a run. Each
+    direction is a sender and a receiver, the same list in every process; `ends` are their kinds."""
     places = gathered(Whereabouts.here())
     without = {(one, other): places[one].separates(places[other]) for one, other in directions}
     shared = [way for way, why in without.items() if not why]

@@ -89,11 +89,7 @@ class _SlowSend:
             self._word.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until both have left.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
+        """Wait until both have left. RuntimeError if the connection was lost."""
         self.work.wait()
         self._word.result().wait()
 
@@ -120,9 +116,7 @@ class ThrottledWires(ProcessWires):
 
     Over NCCL, a message is begun before the device has made it, so its clock would run too early.
 
-    Args:
-        links: between processes.
-        ahead: seconds that worker 0's clock is ahead of this process's.
+    The links are between processes; worker 0's clock is so many seconds ahead of this process's.
     """
 
     shares = False
