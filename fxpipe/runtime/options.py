@@ -347,9 +347,9 @@ class RunOptions(PipelineOptions):
     @staticmethod
     def from_json(text: str) -> RunOptions:
         """Read `to_json`'s text."""
-        found = json.loads(text)
-        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-        return RunOptions(**found | lists)
+        fields = json.loads(text)
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return RunOptions(**fields | lists)
 
 
 KEPT = tuple(name for name, flag in flags(PipelineOptions).items() if flag.kept)

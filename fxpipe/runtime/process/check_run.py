@@ -101,9 +101,9 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
         say(f"{listed(changed)} changed since the compile, but nothing that capture read: the build stays as it is")
     if changed or options.settings or options.arguments is not None:
         accepted = options.accept_optimizer_per_worker
-        found = check_per_worker(plan, task.optimizer, task.lr_scheduler, accepted=accepted)
-        if found and says:
-            warn(found)
+        text = check_per_worker(plan, task.optimizer, task.lr_scheduler, accepted=accepted)
+        if text and says:
+            warn(text)
     return task
 
 
@@ -129,11 +129,11 @@ def writing(out: str | None, *, again: bool = False) -> Iterator[None]:
 
 def files_read(options: RunOptions) -> Snapshot:
     """The files that a worker reads, in their state before it reads the first of them."""
-    found = [path for path in Path(options.build).glob("*") if not path.is_dir()]
+    files = [path for path in Path(options.build).glob("*") if not path.is_dir()]
     if options.weights is not None:
-        given = Path(options.weights)
-        found += given.glob("*.safetensors*") if given.is_dir() else [given]
-    return Snapshot.of(found)
+        weights = Path(options.weights)
+        files += weights.glob("*.safetensors*") if weights.is_dir() else [weights]
+    return Snapshot.of(files)
 
 
 def check_unchanged(files: Snapshot) -> None:
@@ -192,9 +192,9 @@ def check_separate_replicas(plan: Plan, options: RunOptions, task: Task) -> None
     callbacks = task.callbacks
     if plan.outer is None:
         return
-    if found := [name for name in (ON_STEP, ON_EVAL) if name in callbacks.names]:
+    if decide := [name for name in (ON_STEP, ON_EVAL) if name in callbacks.names]:
         raise RunError(
-            f"replicas that train separately would call {found[0]}() with different numbers and decide differently",
+            f"replicas that train separately would call {decide[0]}() with different numbers and decide differently",
             where=None if callbacks.path is None else callbacks.path.name,
             hint="take it out, and read metrics.jsonl; or compile without --outer",
         )
@@ -225,17 +225,17 @@ def check_moves(options: RunOptions) -> None:
 def check_movable(options: RunOptions, plan: Plan, costs: BuildCosts) -> None:
     """The same, and refuse builds whose units cannot be moved."""
     check_moves(options)
-    asked = _moving(options)
+    flag = _moving(options)
     if model_path(plan, options.build, options.model_file) is None:
         raise RunError(
-            f"{asked} compiles again, and the build was made from Python objects",
+            f"{flag} compiles again, and the build was made from Python objects",
             where=options.build,
             hint="compile a model file: fxpipe compile MODEL",
         )
     if plan.mesh.replicated:
-        raise RunError(f"{asked} does not move units of workers with replicas", hint=f"leave out {asked}")
+        raise RunError(f"{flag} does not move units of workers with replicas", hint=f"leave out {flag}")
     if plan.ranks == 1:
-        raise RunError(f"{asked} needs other workers, and the build has one", hint=f"leave out {asked}")
+        raise RunError(f"{flag} needs other workers, and the build has one", hint=f"leave out {flag}")
     if options.rebalance and not costs.workers:
         raise RunError(
             f"--rebalance compares times with the build's costs, and it has no {COSTS}",

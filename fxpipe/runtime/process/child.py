@@ -73,10 +73,10 @@ def main(text: str, launcher: int, ready: int, ranks: Sequence[int]) -> NoReturn
 
 def _forked(ranks: Sequence[int], launcher: int) -> int:
     """Fork a process for each rank, and end; in each of them, return its rank once the launcher is its parent."""
-    own = os.getpid()
+    starter = os.getpid()
     for rank in ranks:
         if os.fork() == 0:
-            while os.getppid() == own:  # a worker would take the end of this process for the launcher's
+            while os.getppid() == starter:  # a worker would take the end of this process for the launcher's
                 time.sleep(0.001)
             end_with(launcher)
             os.setsid()

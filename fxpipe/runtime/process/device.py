@@ -42,11 +42,11 @@ def own_device(kind: str) -> torch.device:
 
 def common_backend(device: torch.device) -> str:
     """NCCL if every process on every machine has a CUDA device of its own, else gloo."""
-    own = None
+    device_here = None
     if device.type == "cuda" and dist.is_nccl_available():
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL itself identifies hosts
-        own = host, str(torch.cuda.get_device_properties(device).uuid)
-    answers = gathered(own)
+        device_here = host, str(torch.cuda.get_device_properties(device).uuid)
+    answers = gathered(device_here)
     return "nccl" if None not in answers and len(set(answers)) == len(answers) else "gloo"
 
 
@@ -57,10 +57,10 @@ def devices_of(device: torch.device, peak: float | None, process: int) -> list[D
     """
     name, which = "cpu", f"process {process}"
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        name, which = found.name, f"{socket.gethostname()} {found.uuid}"
-    known = Device(name, peak, INFINITE) if peak else at_peak(name, torch.backends.cuda.matmul.fp32_precision == "tf32")
-    return list(dict(gathered((which, known))).values())
+        properties = torch.cuda.get_device_properties(device)
+        name, which = properties.name, f"{socket.gethostname()} {properties.uuid}"
+    entry = Device(name, peak, INFINITE) if peak else at_peak(name, torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return list(dict(gathered((which, entry))).values())
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)

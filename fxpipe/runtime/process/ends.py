@@ -60,8 +60,8 @@ def heeding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Inside, the handler receives signals, except those that the process ignores (`nohup`). In a thread other than the
     main one, which receives none, nothing changes."""
     main = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
-    before = {number: old for number, old in found.items() if old is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
+    before = {number: old for number, old in handlers.items() if old is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, handler)
     try:
@@ -135,8 +135,8 @@ def leave_error(board: Board, rank: int, error: BaseException, who: str = "") ->
             error = WorkerLost(f"{who or process_name(rank)} stopped: {first_line(error)}")
         error.hint = hint
     if isinstance(error, FxpipeError):
-        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
-        entry = {"kind": type(error).__name__, **said}
+        parts = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
+        entry = {"kind": type(error).__name__, **parts}
     else:
         trace = "".join(traceback.format_exception(error))
         entry = {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace}
@@ -187,9 +187,9 @@ def first_cause(board: Board, ends: dict[int, int], signs: Sequence[Signs], mesh
     for entry in left:
         if entry["kind"] not in ECHOES:
             return _rebuilt(entry, signs, mesh)
-    told = {entry["rank"] for entry in left}
+    explained = {entry["rank"] for entry in left}
     for rank, code in ends.items():
-        if rank not in told:
+        if rank not in explained:
             return without_error(process_name(rank, mesh), code, signs[rank].place)
     return _rebuilt(left[0], signs, mesh) if left else WorkerLost("the workers stopped without an error")
 

@@ -46,7 +46,7 @@ from fxpipe.runtime.wires.meeting import prepare_meeting
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
-GLANCE = 0.05
+BETWEEN_LOOKS = 0.05
 """Seconds between two looks at the workers."""
 
 ECHO = 1.0
@@ -55,11 +55,11 @@ ECHO = 1.0
 GRACE = 5.0
 """Seconds that workers have to stop when asked; then they are killed."""
 
-ROOM, ROOM_OF_PAIR = 1 << 16, 1 << 10
-"""Bytes that the meeting of the workers takes on the disk at most, and as many more for each pair of them."""
-
 SAVING = 600.0
 """The same for workers that save a checkpoint first."""
+
+MEETING_ROOM, ROOM_OF_PAIR = 1 << 16, 1 << 10
+"""Bytes that the meeting of the workers takes on the disk at most, and as many more for each pair of them."""
 
 RESTARTED = (WorkerLost, PeerLost)
 """Errors after which another start may succeed: a worker ended by a signal, an exit or an unexpected error, or it stood
@@ -215,10 +215,10 @@ class WorkerProcesses:
         """The exit code of a process that has ended; where the system can, without freeing its id."""
         try:
             if hasattr(os, "waitid"):
-                found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is None:
+                end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if end is None:
                     return None
-                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             ended, status = os.waitpid(process, os.WNOHANG)
         except ChildProcessError:  # this process ignores SIGCHLD
             ended, status = process, 0
@@ -306,7 +306,7 @@ class _Attempt:
     def run(self) -> RunJson:
         """Start the workers, and wait for their end; return the summary."""
         options, ranks = self.options, self.ranks
-        temporary = make_folder(ROOM + ROOM_OF_PAIR * ranks**2)
+        temporary = make_folder(MEETING_ROOM + ROOM_OF_PAIR * ranks**2)
         board = FolderBoard(temporary.name)
         with Guardian(board.path) as guardian, temporary:  # guarded until it is gone
             prepare_meeting(board, self.mesh.groups)
@@ -351,13 +351,13 @@ class _Attempt:
             if early:
                 deadline = time.monotonic() + ECHO
                 while not is_explained(board, early) and workers.running() and time.monotonic() < deadline:
-                    time.sleep(GLANCE)
+                    time.sleep(BETWEEN_LOOKS)
                     early |= {rank: code for rank, code in workers.ended().items() if code}
                 stopped = next((code for code in early.values() if code - 128 in SIGNALS), None)
                 if stopped is not None and self.grace == SAVING and not known_errors(board, range(self.ranks)):
                     deadline = time.monotonic() + SAVING  # one of them was asked to stop, and the run saves itself
                     while workers.running() and not requests.asked and time.monotonic() < deadline:
-                        time.sleep(GLANCE)
+                        time.sleep(BETWEEN_LOOKS)
                     raise Stopped(stopped)
                 raise first_cause(board, early, signs, mesh)
             if len(ends) == len(signs):
@@ -371,7 +371,7 @@ class _Attempt:
                 warn(standstill.text)
                 if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, options.out):
                     raise standstill.ends
-            time.sleep(GLANCE)
+            time.sleep(BETWEEN_LOOKS)
 
     def _stop(self, workers: WorkerProcesses) -> None:
         """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
@@ -390,6 +390,6 @@ class _Attempt:
             )
         deadline = time.monotonic() + grace
         while workers.running() and not self.requests.insisted and time.monotonic() < deadline:
-            time.sleep(GLANCE)
+            time.sleep(BETWEEN_LOOKS)
         workers.end()
         self.requests.give_up_if_asked()

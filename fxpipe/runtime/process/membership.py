@@ -118,14 +118,14 @@ def membership(
                 board = board or StoreBoard(default_store())
             yield Member(agreed, rank, pulse, _pulses(pulse, agreed, rank, world, board), board)
         except BaseException as error:
-            found = error
+            shown = error
             if isinstance(board, StoreBoard):  # else the launcher does it
                 if board.first("ended") and isinstance(error, PeerLost):
-                    found = _lost(pulse, rank, agreed.plan.mesh)
-                if isinstance(found, FxpipeError) and pulse.numbers[STEP]:
-                    name_checkpoint(found, agreed.options, agreed.options.out)
-            if found is not error:
-                raise found from error
+                    shown = _lost(pulse, rank, agreed.plan.mesh)
+                if isinstance(shown, FxpipeError) and pulse.numbers[STEP]:
+                    name_checkpoint(shown, agreed.options, agreed.options.out)
+            if shown is not error:
+                raise shown from error
             if isinstance(error, PeerLost):
                 time.sleep(LINGER)
             raise
@@ -140,9 +140,9 @@ def membership(
 def _lost(pulse: Pulse, rank: int, mesh: Mesh) -> WorkerLost:
     """The error for a process that is gone and has not said why: the one that this process, `rank`, waits for."""
     pulse.beat()
-    own = Signs.of(pulse.numbers)
-    others = [] if own.what is None else [other for other in mesh.of_rank(mesh.rank_of(own.other)) if other != rank]
-    return without_error(process_name(others[0], mesh) if len(others) == 1 else "another worker", None, own.place)
+    signs = Signs.of(pulse.numbers)
+    others = [] if signs.what is None else [other for other in mesh.of_rank(mesh.rank_of(signs.other)) if other != rank]
+    return without_error(process_name(others[0], mesh) if len(others) == 1 else "another worker", None, signs.place)
 
 
 def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int, board: Board) -> Pulses:
@@ -236,15 +236,15 @@ def agree(
         problem = error
     unsigned = checkpoint.files if checkpoint is not None and checkpoint.manifest is None else []
     identities = tuple((host, *(files.identities.get(file) or ())) for file in unsigned)
-    said = gathered(_Said(host, facts, identities, problem))
-    _refuse_with(said, MESH if plan is None else plan.mesh, problem)
+    answers = gathered(_Said(host, facts, identities, problem))
+    _refuse_with(answers, MESH if plan is None else plan.mesh, problem)
     assert plan is not None
-    if any(other.checkpoint != said[0].checkpoint for other in said):
+    if any(other.checkpoint != answers[0].checkpoint for other in answers):
         digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
-        said = gathered(_Said(host, facts | digests))
-    _refuse_differences(said, options, plan.mesh)
+        answers = gathered(_Said(host, facts | digests))
+    _refuse_differences(answers, options, plan.mesh)
     assert task is not None
-    return Agreed(options, plan, task, files, checkpoint, sum(other.host == host for other in said))
+    return Agreed(options, plan, task, files, checkpoint, sum(other.host == host for other in answers))
 
 
 def _other_number(plan: Plan, world: int, build: str) -> RunError:
@@ -264,23 +264,23 @@ def _other_number(plan: Plan, world: int, build: str) -> RunError:
 
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
     """What decides the numbers of a run, by name: versions, the plan, the code as it is now, the options."""
-    found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
-    found["precision"] = precision_text(precision_flags(plan.device))
+    facts = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
+    facts["precision"] = precision_text(precision_flags(plan.device))
     for name, value in dataclasses.asdict(plan).items():
-        found[f"plan.json: {name}"] = _shown(value)
+        facts[f"plan.json: {name}"] = _shown(value)
     for code in plan.code:
-        found[code.file] = _digest(Path(options.build) / code.file)
+        facts[code.file] = _digest(Path(options.build) / code.file)
     if (model := model_path(plan, options.build, options.model_file)) is not None:
         for name in plan.sources:  # they may have changed, but on all machines alike
             own = name == Path(plan.model_file or "").name
-            found[f"source {name}"] = _digest(model if own else model.resolve().parent / name)
+            facts[f"source {name}"] = _digest(model if own else model.resolve().parent / name)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name in PLACES:
-            found[f"option {field.name}"] = "given" if value is not None else "not given"
+            facts[f"option {field.name}"] = "given" if value is not None else "not given"
         elif field.name not in OWN:
-            found[f"option {field.name}"] = str(value)
-    return found
+            facts[f"option {field.name}"] = str(value)
+    return facts
 
 
 def _shown(value: Any) -> str:
@@ -297,21 +297,21 @@ def _digest(file: Path) -> str:
         return error.strerror or "not to be read"
 
 
-def _refuse_with(said: Sequence[_Said], mesh: Mesh, own: FxpipeError | None) -> None:
+def _refuse_with(answers: Sequence[_Said], mesh: Mesh, own: FxpipeError | None) -> None:
     """Refuse for this process's own problem, or if another process refuses."""
     if own is not None:
         raise own
-    for rank, other in enumerate(said):
+    for rank, other in enumerate(answers):
         if (problem := other.problem) is not None:
             what = f"{process_name(rank, mesh)} on {other.host} refused to begin: {problem.what}"
             raise PeerRefused(what, where=problem.where, hint=problem.hint, page=problem.page)
 
 
-def _refuse_differences(said: Sequence[_Said], options: RunOptions, mesh: Mesh) -> None:
-    first = said[0]
+def _refuse_differences(answers: Sequence[_Said], options: RunOptions, mesh: Mesh) -> None:
+    first = answers[0]
     lines = [
         f"{process_name(rank, mesh)} on {other.host}: {line}"
-        for rank, other in enumerate(said)
+        for rank, other in enumerate(answers)
         for line in differences(other.facts, first.facts)
     ]
     if not lines:
@@ -359,9 +359,9 @@ def newest_of_all(shelf: Shelf | None, worker: int, workers: int, gather: Gather
     assert shelf is not None
     for step in sorted({step for steps in seen for step in steps}, reverse=True):
         path = shelf.path(step)
-        found: list[_Found] = gather(_looked_at(path, worker, workers))
-        others = [k for k, other in enumerate(found) if other.manifest != found[0].manifest]
-        problems = [f"worker {k}: {other.problem}" for k, other in enumerate(found) if other.problem is not None]
+        looks: list[_Found] = gather(_looked_at(path, worker, workers))
+        others = [k for k, other in enumerate(looks) if other.manifest != looks[0].manifest]
+        problems = [f"worker {k}: {other.problem}" for k, other in enumerate(looks) if other.problem is not None]
         if not problems and others:
             problems = [f"worker {others[0]} has a different one from worker 0"]
         if not problems:

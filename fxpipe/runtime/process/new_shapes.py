@@ -42,7 +42,7 @@ from fxpipe.task.batch import Batch
 from fxpipe.task.step_hooks import StepHooks
 from fxpipe.typed_json import convert
 
-MOST = 8
+MOST_SHAPES = 8
 """How many shapes may be made by default."""
 
 
@@ -99,7 +99,7 @@ class NewShapes:
         self.plan = plan
         self._digest = plan.digest
         self._folder, self._hooks, self._options = Path(folder), hooks, options
-        self._most = MOST if options.new_shapes is None else options.new_shapes
+        self._most = MOST_SHAPES if options.new_shapes is None else options.new_shapes
         self._device, self._board, self._pulse = device, board, pulse
         self._constants: dict[str, Tensor] = {}
         self._made: list[tuple[Plan, dict[int, ShapeOfWorker]]] = []
@@ -119,13 +119,13 @@ class NewShapes:
     def prepare(self, shape: int) -> None:
         """Worker 0 has a minibatch of this shape: read what this worker needs for it, unless it has that."""
         while shape >= len(self.plan.steps):
-            number, own = len(self.plan.steps), [executor.worker for executor in self._executors]
-            keys = [_key(number, "plan"), *(_key(number, worker) for worker in own)]
+            number, workers = len(self.plan.steps), [executor.worker for executor in self._executors]
+            keys = [_key(number, "plan"), *(_key(number, worker) for worker in workers)]
             with peers():
                 texts = self._board.wait(keys)
             plan = plan_of_text(texts[0])
             parts = (ShapeOfWorker.of_text(text) for text in texts[1:])
-            self._take(plan, dict(zip(own, parts, strict=True)))
+            self._take(plan, dict(zip(workers, parts, strict=True)))
 
     def _make(self, batch: Batch, minibatch: int, refusal: BatchError) -> None:
         """Compile the shape of a batch, and add it.
@@ -135,7 +135,7 @@ class NewShapes:
         """
         self._check_divisible(batch, refusal)
         if not self._most:
-            refusal.hint = f"--new-shapes {MOST} (in Python new_shapes=) makes stages for it; or {refusal.hint}"
+            refusal.hint = f"--new-shapes {MOST_SHAPES} (in Python new_shapes=) makes stages for it; or {refusal.hint}"
             raise refusal
         shown = f"the batch of step {minibatch + 1} has a new shape ({batch})"
         if len(self._made) >= self._most:
@@ -195,11 +195,11 @@ class NewShapes:
         of_shape, number = plan.of_shapes[-1], len(plan.steps) - 1
         parts = {}
         for stage, worker in zip(of_shape.stages, range(plan.workers), strict=True):
-            own = [stage.file]
+            names = [stage.file]
             if worker == 0 and of_shape.step.totals is not None:
-                own += [share.file for share in of_shape.step.totals.stages]
+                names += [share.file for share in of_shape.step.totals.stages]
             read = [b.name for b in plan.buffers if worker in self._new_readers(b)]
-            parts[worker] = ShapeOfWorker({f: files[f] for f in own}, {name: tensors[name] for name in read})
+            parts[worker] = ShapeOfWorker({f: files[f] for f in names}, {name: tensors[name] for name in read})
         before = {b.name for b in self.plan.buffers}
         self._constants |= {b.name: tensors[b.name] for b in plan.buffers if b.name not in before}
         self._take(plan, parts)

@@ -326,10 +326,10 @@ class Pipeline:
             with agreeing():
                 for executor in self.every:
                     executor.store.updater.check_rates(rates)
-            given = gathered(rates)
-            if any(others != rates for others in given):
+            everywhere = gathered(rates)
+            if any(others != rates for others in everywhere):
                 self._calls.state = "broken"
-                raise RunError(f"the workers set different learning rates: {given}", hint=ALIKE)
+                raise RunError(f"the workers set different learning rates: {everywhere}", hint=ALIKE)
             for executor in self.every:
                 executor.store.updater.set_rates(self.fed, rates, executor.store.version)
 

@@ -57,7 +57,7 @@ class WorkerResult:
 
     @staticmethod
     def of(executor: Executor, rank: int, processes: int, more: Mapping[str, Any]) -> WorkerResult:
-        """Of a worker here; so many processes of the run are on this host. `more` is what its row has of this process."""
+        """Of a worker here; this host has so many processes of the run. `more` is what its row has of this process."""
         watch, log = executor.watch, executor.store.part(StalenessLog)
         forward = watch.seconds(*_OWN, within="F")
         backward = sum(watch.seconds(*_OWN, within=whole) for whole in ("B", "W", "update"))
@@ -275,8 +275,8 @@ def say_first(
         _warn_of_hurry(executor, total, epoch)
     _warn_of_staleness(recipe, executor)
     # Of codecs with which the accuracy was lower by more than a standard deviation.
-    if found := accuracy_warnings.warning(accuracy_warnings.used_by(plan)):
-        warn(found)
+    if text := accuracy_warnings.warning(accuracy_warnings.used_by(plan)):
+        warn(text)
     warn_of_little_room(out, plan, executor.store.part(Averages) is not None)
 
 
@@ -287,9 +287,9 @@ def _warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
         return
     behind = recipe.demand.versions.lag("F", 0, 0)
     kinds = dict.fromkeys(type(part).__name__ for part in parts_of(optimizer))
-    for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
-        if found:
-            warn(found)
+    for text in (warning(str(recipe.policy), kind, behind) for kind in kinds):
+        if text:
+            warn(text)
 
 
 def _warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
@@ -299,8 +299,8 @@ def _warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
         return
     steps, of = (epoch, "an epoch") if epoch is not None and epoch <= total else (total, "this run")
     more = epoch is not None and epoch < total
-    if found := hurried(updater.optimizer, updater.scheduler.user, steps, of, more):
-        warn(found)
+    if text := hurried(updater.optimizer, updater.scheduler.user, steps, of, more):
+        warn(text)
 
 
 def warn_if_edited(*stages: LoadedStage) -> None:

@@ -69,8 +69,8 @@ class StallWatch:
     """Looks at the workers again and again.
 
     The first warning comes after `timeout` seconds without a move; 0: never. `stopped` knows from the system
-    whether a process is stopped. Where a rank has several workers, lines are about its process; what that waits for is a
-    worker's.
+    whether a process is stopped. Where a rank has several workers, lines are about its process; what that waits for is
+    a worker's.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class StallWatch:
     def _head(self, signs: Sequence[Signs]) -> str:
         """Which worker the others wait for, in words."""
         silent = [w for w, s in enumerate(signs) if s.phase != "done" and (self._stopped(w) or self.silent(w))]
-        own = [w for w, s in enumerate(signs) if not (s.doing == "wait" and s.what) and s.phase != "done"]
+        busy = [w for w, s in enumerate(signs) if not (s.doing == "wait" and s.what) and s.phase != "done"]
         if silent:
             return f"{self._named(silent)} does not answer"
-        if len(own) == 1:
-            return self._does(own[0], signs[own[0]])
-        return "all workers wait for each other" if not own else f"look at {self._named(own)}"
+        if len(busy) == 1:
+            return self._does(busy[0], signs[busy[0]])
+        return "all workers wait for each other" if not busy else f"look at {self._named(busy)}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         if self.mesh.plain:

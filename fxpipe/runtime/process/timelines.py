@@ -47,24 +47,24 @@ def profiled(
     """Show what the workers here do inside, where the options ask for it. Yields what `run.json` has of it for each
     worker here; at the end, `profile` is the name of the file."""
     row: dict[str, str] = {}
-    found: _TorchProfile | None = None
+    profiler: _TorchProfile | None = None
     ranges = Ranges(torch.cuda.nvtx.range, on=True) if options.nvtx else Ranges(record_function, on=False)
     if options.profile is not None and options.out is not None and steps:
-        found = _TorchProfile(profiled_steps(options.profile, workers, steps), world.device, ranges)
-        observers.append(found)
-    if options.nvtx or found is not None:
+        profiler = _TorchProfile(profiled_steps(options.profile, workers, steps), world.device, ranges)
+        observers.append(profiler)
+    if options.nvtx or profiler is not None:
         world.turns.ranges = ranges
         for watch in watches:
             watch.ranges = ranges
     try:
         yield row
         path = Path(options.out or "", PROFILE.format(world.here[0]))
-        if found is not None and found.write(path):
+        if profiler is not None and profiler.write(path):
             row["profile"] = path.name
     except BaseException:
-        if found is not None and world.alone:  # else the process ends, and its device may wait for a lost one
+        if profiler is not None and world.alone:  # else the process ends, and its device may wait for a lost one
             with suppress(RuntimeError):
-                found.stop()
+                profiler.stop()
         raise
     finally:
         ranges.leave()

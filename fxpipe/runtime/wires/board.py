@@ -35,7 +35,7 @@ then begins again under other cuts: the number of their build follows."""
 TIMES = "times-{}"
 """The key of what a process has noted of its messages (see `measured_links`)."""
 
-LOOK, MOST = 0.001, 0.05
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 """Seconds between the first two looks for texts that are on their way; each pause is twice the last, up to the most."""
 
 RETRY = 1.0
@@ -70,12 +70,12 @@ class Board(ABC):
 
     def wait(self, keys: Sequence[str], most: float = inf) -> list[str]:
         """Wait until all of these texts are there. TimeoutError if they are not, after so many seconds."""
-        until, pause = monotonic() + most, LOOK
+        until, pause = monotonic() + most, FIRST_PAUSE
         while (texts := self.all(keys)) is None:
             if monotonic() >= until:
                 raise TimeoutError
             sleep(pause)
-            pause = min(2 * pause, MOST)
+            pause = min(2 * pause, LONGEST_PAUSE)
         return texts
 
 

@@ -91,13 +91,13 @@ def check_read_alike(collective: Collective, key: Key, what: str, hook: str) -> 
 def summed(parts: Sequence[Tensor], divisor: int = 1, out: Tensor | None = None) -> Tensor:
     """(((p0 + p1) + p2) + …) / divisor, in new memory or in `out`, which may be one of the parts."""
     if len(parts) == 1:
-        found = parts[0].clone()
+        result = parts[0].clone()
     else:
         total = parts[0]
         for part in parts[1:-1]:
             total = total + part
-        found = torch.add(total, parts[-1], out=out)
-    return found.div_(divisor) if divisor > 1 else found
+        result = torch.add(total, parts[-1], out=out)
+    return result.div_(divisor) if divisor > 1 else result
 
 
 def even_parts(length: int, replicas: int) -> list[int]:
@@ -129,11 +129,11 @@ class ReplicaBoard:
 
     def take(self, key: Key) -> Tensor:
         """The result, for one of the replicas."""
-        found, left = self.results.pop(key)
+        result, left = self.results.pop(key)
         if left == 1:
-            return found
-        self.results[key] = found, left - 1
-        return found.clone()
+            return result
+        self.results[key] = result, left - 1
+        return result.clone()
 
 
 class LocalCollective(Collective):
@@ -159,8 +159,8 @@ class LocalCollective(Collective):
                 lambda: key in self._board.results,
                 lambda: f"replica {self.replica} waits for the {key[0]} of minibatch {key[1]}",
             )
-        found = self._board.take(key)
-        return found[self._own.pop(key)].clone() if key in self._own else found
+        result = self._board.take(key)
+        return result[self._own.pop(key)].clone() if key in self._own else result
 
 
 class LoneCollective(Collective):

@@ -95,15 +95,15 @@ def read_offset(now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
                 time[0] = now()
                 dist.send(time, worker)
         return ClockOffset(now(), 0, 0)
-    found = []
+    readings = []
     for _ in range(_EXCHANGES):
-        asked = now()
+        sent = now()
         dist.send(time, 0)
         dist.recv(time, 0)
         answered = now()
-        middle = (asked + answered) // 2
-        found.append(ClockOffset(middle, int(time[0]) - middle, (answered - asked + 1) // 2))
-    return min(found, key=lambda reading: reading.error)
+        middle = (sent + answered) // 2
+        readings.append(ClockOffset(middle, int(time[0]) - middle, (answered - sent + 1) // 2))
+    return min(readings, key=lambda reading: reading.error)
 
 
 def aligned(time: int, before: ClockOffset, after: ClockOffset) -> int:

@@ -88,12 +88,12 @@ def open_group(
             before = listening()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
             greet(rank, range(ranks), secret)
-            made = {tuple(members): group_among(members, "gloo") for members in groups}
-            for members, group in made.items():
+            connected = {tuple(members): group_among(members, "gloo") for members in groups}
+            for members, group in connected.items():
                 if group is not None:
                     greet(rank, members, secret, group)
             close_doors(listening() - before)
-            _connected = made
+            _connected = connected
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
             # It inherits a device that the user's own is bound to, and torch would split NCCL's groups off it.

@@ -24,7 +24,7 @@ from fxpipe.planner.links import Links, matrix
 
 SECOND = 10**9
 
-MOST = 50
+NOTED_A_SECOND = 50
 """How many messages of a second are noted in each direction: the first ones, so both ends note the same."""
 
 AWAITED = 100_000
@@ -72,7 +72,7 @@ class MessageTimes:
         second, count = self._seconds.get((kind, other), (0, 0))
         count = count + 1 if second == time // SECOND else 1
         self._seconds[kind, other] = time // SECOND, count
-        if count <= MOST:
+        if count <= NOTED_A_SECOND:
             self._rows[kind].append((other, time, *more))
 
 
@@ -130,14 +130,14 @@ class MeasuredLinks:
 
     def measured(self) -> dict[Way, Measured]:
         """What is known of each direction that was waited for."""
-        extra, found = {way: self._least_extra(way) for way in self._sent}, {}
+        extra, directions = {way: self._least_extra(way) for way in self._sent}, {}
         for way, sent in self._sent.items():
             # Clocks drift: if messages seem faster than the link, those of the other direction seem as much slower.
             paces = self._paces(way, max(-extra[way], min(0.0, extra.get(way[::-1], 0.0))))
             if len(paces) >= SECONDS:
                 load = (sent[-1].total - sent[0].total) * SECOND / (sent[-1].at - sent[0].at)
-                found[way] = Measured(median(paces), load)
-        return found
+                directions[way] = Measured(median(paces), load)
+        return directions
 
     def _least_extra(self, way: Way) -> float:
         """By how many nanoseconds more than the link needs all awaited messages came after they were sent."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MEETING = "meeting"
 """The key of the secret and the groups, on the board of the run, which only its owner can read."""
 
-PATIENCE = timedelta(minutes=1)
+PROOF_WITHIN = timedelta(minutes=1)
 """How long a connected process has to prove that it knows the secret."""
 
 
@@ -70,14 +70,14 @@ def greet(worker: int, members: Sequence[int], secret: bytes, group: Any = None)
     import torch.distributed as dist
 
     others = [other for other in members if other != worker]
-    said = {other: _tensor(_word(secret, members, worker, other)) for other in others}
-    heard = {other: torch.zeros_like(word) for other, word in said.items()}
-    under_way = [dist.irecv(word, other, group=group) for other, word in heard.items()]
-    under_way += [dist.isend(word, other, group=group) for other, word in said.items()]
+    sent = {other: _tensor(_word(secret, members, worker, other)) for other in others}
+    received = {other: torch.zeros_like(word) for other, word in sent.items()}
+    under_way = [dist.irecv(word, other, group=group) for other, word in received.items()]
+    under_way += [dist.isend(word, other, group=group) for other, word in sent.items()]
     for work in under_way:
         if work is not None:  # None for a process outside the group
-            work.wait(PATIENCE)
-    for other, word in heard.items():
+            work.wait(PROOF_WITHIN)
+    for other, word in received.items():
         if not hmac.compare_digest(bytes(word.tolist()), _word(secret, members, other, worker)):
             raise RunError(
                 f"a process that is not worker {other} has connected to worker {worker} in its place",
@@ -87,12 +87,12 @@ def greet(worker: int, members: Sequence[int], secret: bytes, group: Any = None)
 
 def listening() -> set[int]:
     """The descriptors of this process's listening sockets; empty if the system does not list them."""
-    found = set()
+    sockets = set()
     for fd in _descriptors():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(fd)
-    return found
+                sockets.add(fd)
+    return sockets
 
 
 def close_doors(opened: set[int]) -> None:

@@ -96,13 +96,13 @@ class PeerReceiver(Receiver):
         with self._launching:
             with torch.cuda.stream(self._copies):
                 self._copies.wait_event(block.made)
-                found = torch.empty(count, dtype=dtype, device=self._device)
-                found.view(torch.uint8).copy_(block.memory[: found.nbytes])
+                message = torch.empty(count, dtype=dtype, device=self._device)
+                message.view(torch.uint8).copy_(block.memory[: message.nbytes])
                 block.freed.record(self._copies)
             computing.wait_event(block.freed)
-        found.record_stream(computing)
+        message.record_stream(computing)
         self._drop(offset)
-        return found
+        return message
 
     def _block(self, offset: int) -> _Block:
         if offset not in self._there:

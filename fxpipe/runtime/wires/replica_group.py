@@ -42,8 +42,8 @@ Job = Callable[[], Callable[[], Tensor]]
 def replica_group(plan: Plan, backend: str) -> Any:
     """The process group of the replicas of this process's rank; None if there is one replica. All processes call it."""
     with peers():
-        made = [group_among(members, backend) for members in plan.mesh.groups]
-    return next((group for group in made if group is not None), None)
+        groups = [group_among(members, backend) for members in plan.mesh.groups]
+    return next((group for group in groups if group is not None), None)
 
 
 class ReplicaProcess:
@@ -131,8 +131,8 @@ class ReplicaProcess:
         """Add up over the replicas, in the vector's memory; returns when that is done, or launched on the stream."""
         sizes = even_parts(len(flat), self.replicas)
         parts = flat.split(sizes)
-        own = summed(self._parts(flat, sizes), divisor, parts[self.replica])
-        self._exchange([own] * self.replicas, parts)
+        part = summed(self._parts(flat, sizes), divisor, parts[self.replica])
+        self._exchange([part] * self.replicas, parts)
         return flat
 
     def scatter(self, flat: Tensor, sizes: Sequence[int], divisor: int) -> Tensor:
@@ -141,18 +141,18 @@ class ReplicaProcess:
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
         """The vectors of all replicas, one after the other."""
-        found = own.new_empty(sum(sizes))
-        parts = found.split(list(sizes))
+        vectors = own.new_empty(sum(sizes))
+        parts = vectors.split(list(sizes))
         parts[self.replica].copy_(own)
         self._exchange([own] * self.replicas, parts)
-        return found
+        return vectors
 
     def _parts(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """This replica's part of the vector, from each replica."""
-        given = flat.split(list(sizes))
-        own = given[self.replica]
-        taken = [own if j == self.replica else torch.empty_like(own) for j in range(self.replicas)]
-        self._exchange(given, taken)
+        vectors = flat.split(list(sizes))
+        part = vectors[self.replica]
+        taken = [part if j == self.replica else torch.empty_like(part) for j in range(self.replicas)]
+        self._exchange(vectors, taken)
         return taken
 
     def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
@@ -178,17 +178,17 @@ class ReplicaProcess:
         return (result.div_(divisor) if divisor > 1 else result).to(device or self._device)
 
     def _exchanged(self, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
-        found = run(flat)
-        return lambda: found.to(self._device)
+        result = run(flat)
+        return lambda: result.to(self._device)
 
     def _launch(self, run: Callable[[Tensor], Tensor], flat: Tensor) -> Callable[[], Tensor]:
         """Put an exchange on the current stream. Returns a function whose caller's stream waits for the result."""
         stream = torch.cuda.current_stream(self._device)
         flat.record_stream(stream)
-        found = run(flat)
+        result = run(flat)
         event = torch.cuda.Event()
         event.record(stream)
-        return partial(self._on_device, found, event)
+        return partial(self._on_device, result, event)
 
     def _on_device(self, found: Tensor, event: Any) -> Tensor:
         stream = torch.cuda.current_stream(self._device)
@@ -254,9 +254,9 @@ class WorkerCollective(Collective):
         if self.watch is None:
             return self._process.result(self._worker, key)
         self.watch.open("wait", Cause("sum", key[0], self._worker))
-        found = self._process.result(self._worker, key)
+        result = self._process.result(self._worker, key)
         self.watch.close()
-        return found
+        return result
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -295,11 +295,11 @@ def connected(
             with _said(refused, (one, other)):
                 senders[other].send(_TRIAL, message)
     sent = {other: sender.handles for other, sender in senders.items() if (rank, other) not in refused}
-    given = gathered(sent)
+    handles = gathered(sent)
     for one, other in shared:
-        if other == rank and rank in given[one]:
+        if other == rank and rank in handles[one]:
             with _said(refused, (one, other)):
-                receivers[one] = ends[1](given[one][rank], device, launching)
+                receivers[one] = ends[1](handles[one][rank], device, launching)
                 receivers[one].wait((_TRIAL, 1))
                 if not torch.equal(receivers[one].take((_TRIAL, 1), _TRIED, message.dtype), message):
                     raise RuntimeError("what arrives is not what was sent")

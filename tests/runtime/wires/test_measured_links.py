@@ -9,7 +9,15 @@ import pytest
 
 from fxpipe.planner.links import Links
 from fxpipe.runtime.wires import measured_links
-from fxpipe.runtime.wires.measured_links import AWAITED, MOST, SECOND, Measured, MeasuredLinks, MessageTimes, replaced
+from fxpipe.runtime.wires.measured_links import (
+    AWAITED,
+    NOTED_A_SECOND,
+    SECOND,
+    Measured,
+    MeasuredLinks,
+    MessageTimes,
+    replaced,
+)
 from fxpipe.runtime.wires.throttled import SlowDirection
 
 BUILD = Links(1e8, 0.001)
@@ -115,7 +123,7 @@ def test_small_messages_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_many_messages_some_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends(monkeypatch)
     ends.carry(5e8, every(0.002, 2500), size=SIZE // 10)
-    assert len(ends._times[0]._rows["sent"]) == 5 * MOST
+    assert len(ends._times[0]._rows["sent"]) == 5 * NOTED_A_SECOND
     (found,) = ends.measured(Links(1e9, 0.001)).values()
     assert 1 / found.pace == pytest.approx(5e8, rel=0.02)
 
