@@ -59,6 +59,7 @@ class DistributedEvaluation:
         folder: of the build.
         data: the batches, where worker 0 is; None elsewhere.
         line: the processes.
+        alone: there are no other processes; but this one may be among those of another pipeline.
         replicas: how many share the batches (see `sharing`).
         collective: connects worker 0, where it is, with its other replicas; None if they do not share.
     """
@@ -69,6 +70,7 @@ class DistributedEvaluation:
         folder: str,
         data: EvaluationData | None,
         line: ProcessLine,
+        alone: bool = True,
         replicas: int = 1,
         collective: Collective | None = None,
     ) -> None:
@@ -77,7 +79,7 @@ class DistributedEvaluation:
         self.evaluators = {each.worker: Evaluator(each, folder, AHEAD * replicas) for each in executors}
         self._transports = {worker: evaluator.transport for worker, evaluator in self.evaluators.items()}
         self._moved = _MovedTensors(plan, self._transports)
-        self._data, self._line, self._collective = data, line, collective
+        self._data, self._line, self._alone, self._collective = data, line, alone, collective
         self._replicas, self._replica = replicas, first.replica % replicas
         if collective is not None:
             collective.watch = self._transports[0].watch
@@ -130,7 +132,8 @@ class DistributedEvaluation:
         metrics = self._gather(coming.read)
         for transport in self._transports.values():
             transport.finish()
-        return of_worker_0(metrics)  # once it has all, so that training does not wait for another evaluation
+        # Once worker 0 has all, so that training does not wait for another evaluation.
+        return metrics if self._alone else of_worker_0(metrics)
 
     def _begin(self) -> _ComingBatches:
         batches = None if self._data is None else self._data(self._replica, self._replicas)

@@ -131,7 +131,7 @@ class WalkedRows:
         replicas = 1 if world.alone else sharing(plan)
         collective = None if row.rank or replicas == 1 else world.collective(0, row.replica)
         source = None if row.rank or listening else data
-        return kind(self.executors, job.folder, source, world.line, replicas, collective)
+        return kind(self.executors, job.folder, source, world.line, world.alone, replicas, collective)
 
     def begin(
         self,

@@ -191,9 +191,8 @@ class Evaluator:
         Raises:
             RunError: the code failed; names the worker, the batch and the emitted line.
         """
-        number, state = action.minibatch, self._state
-        shape = self._shapes[number]
-        stage = self._stages[shape]
+        number, shape = action.minibatch, self._shapes[action.minibatch]
+        state, stage = self._state, self._stages[shape]
         part = stage.parts["F"]
         stage.comm.bind(number, 0)
         with contextlib.ExitStack() as inside:
