@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import pipeline_of
+from pipelines import pipeline_of, sgd
 
-from fxpipe.errors import PolicyError, RunError, TaskError
+from fxpipe.errors import PolicyError, RunError
 
-LR, MOMENTUM = 0.1, 0.9
 SHAPES = [
     {"forward": (0, 1), "backward": (0, 1)},
     {"forward": (0, 0, 1), "backward": (0, 1, 1)},  # layer 1: forward on 0, backward on 1
@@ -21,10 +20,6 @@ SHAPES = [
     {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True},
 ]
 POLICIES = ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"]
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM)
 
 
 @pytest.mark.parametrize(("shape", "policy"), list(zip(itertools.cycle(SHAPES), POLICIES, strict=False)))
@@ -118,5 +113,3 @@ def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) ->
     with pytest.raises(RunError, match=r"update after step 1 failed on worker 1: ValueError: no such step") as caught:
         pipeline.step(batches[0])
     assert str(caught.value.where).endswith(': raise ValueError("no such step")')
-    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
-        pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from pipelines import optimizer
 from small_models import CASES
 
 from fxpipe.builds.build import Build
@@ -15,10 +16,6 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.offload import Away, Offload
 from fxpipe.schedule.action import Action
-
-
-def optimizer(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 def test_values_come_back_as_views_of_one_memory() -> None:

@@ -13,7 +13,7 @@ from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
 from covering import covering
 from model_files import write_model
-from pipelines import pipeline_of
+from pipelines import pipeline_of, sgd
 from torch import Tensor
 
 from fxpipe.policy import make
@@ -32,10 +32,6 @@ MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 STEPS = 12
 POLICIES = ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"]
 Row = dict[str, Any]
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
 def plain(named: Any) -> torch.optim.Optimizer:

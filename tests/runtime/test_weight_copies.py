@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import pipeline_of
+from pipelines import pipeline_of, sgd
 from torch import Tensor
 
 import fxpipe
@@ -40,10 +40,6 @@ def single() -> Any:
     register(Single)
     yield
     del CODECS[Single.name]
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import pipeline_of
+from pipelines import pipeline_of, sgd
 from torch import Tensor, nn
 
 import fxpipe
@@ -28,10 +28,6 @@ POLICIES = [
     *(("pipeoptim", 2), ("pipeoptim+keep", 1), ("xpipe", 2), ("lwp", 1), ("lwp+ef", 2)),
 ]
 SHAPED = list(zip(itertools.cycle([LINE, MIXED]), POLICIES, strict=False))
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
 def fed(toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int) -> Pipeline:

@@ -19,6 +19,11 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
+def sgd(named: Any) -> torch.optim.Optimizer:
+    """With momentum alone, and a greater rate."""
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
 def pipeline_of(
     folder: Path, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None, **options: Any
 ) -> Pipeline:
