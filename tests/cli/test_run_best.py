@@ -273,33 +273,6 @@ def test_a_plateau_follows_the_metric(plateau: Path, tmp_path: Path) -> None:
     assert rates(out) == expected
 
 
-def test_a_plateau_in_a_loop_of_ones_own(build: Path) -> None:
-    import torch
-
-    import fxpipe as api
-
-    def optimizer(named: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for _, p in named], lr=1e-6, momentum=0.9)
-
-    def scheduler(of: torch.optim.Optimizer) -> Any:
-        never = {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}  # no loss is so much better
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(of, factor=0.5, **never), "loss"
-
-    batch = {"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}
-    pipeline = api.load(build).local(optimizer=optimizer, lr_scheduler=scheduler)
-    found = []
-    for _ in range(3):
-        pipeline.run([batch])
-        pipeline.evaluate([batch])
-        pipeline.evaluate([batch])  # of the same weights: no other step
-        found.append({executor.store.updater.lr for executor in pipeline.executors})
-    assert found == [{1e-6}, {1e-6}, {5e-7}]
-    pipeline = api.load(build).local(optimizer=optimizer, lr_scheduler=lambda of: (scheduler(of)[0], "lss"))
-    pipeline.run([batch])
-    with pytest.raises(api.FxpipeError, match="waits for the unknown metric 'lss'"):
-        pipeline.evaluate([batch])
-
-
 def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path: Path) -> None:
     def error(folder: Path, *arguments: object) -> str:
         result = fxpipe("run", folder, "--out", tmp_path / "out", *arguments)

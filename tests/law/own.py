@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import torch
 from case import STEPS, Case, of_text
+from refused import APART_TRAINED
 from safetensors.torch import load_file, save_file
 from task import Task, cycled
 
@@ -38,6 +39,7 @@ def loop(options: RunOptions, rank: int | None = None) -> None:
     given = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
     build = fxpipe.load(options.build)
     data = cycled(task.train_data(), STEPS)
+    evaluates = case.evaluation == "often" and case.flushes and case.replicas not in APART_TRAINED
     with build.local(**given) if rank is None else fxpipe.join(options.build, threads=1, **given) as pipeline:
         found: dict[str, Any] = {"fed": pipeline.fed, "losses": [], "metrics": [], "evaluation": {}}
         for batch in data[pipeline.fed :]:
@@ -45,6 +47,8 @@ def loop(options: RunOptions, rank: int | None = None) -> None:
             found["losses"].append(float(loss))
             if pipeline.metrics:
                 found["metrics"].append(pipeline.metrics)
+            if evaluates:  # in the middle of training, which is to change nothing of it
+                pipeline.evaluate(task.eval_data() if pipeline.reads else ())
         pipeline.flush()
         if case.evaluation != "none":
             found["evaluation"] = pipeline.evaluate(task.eval_data() if pipeline.reads else ())

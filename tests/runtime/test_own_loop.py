@@ -15,7 +15,6 @@ import torch
 from counted_notes import COUNTING
 from own_loops import halving, in_processes, optimizer, play, random_calls
 from small_models import CASES
-from torch.utils._pytree import tree_map
 
 import fxpipe
 from fxpipe.device_copies import ToCpu
@@ -41,9 +40,9 @@ def many() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(7)]  # type: ignore[misc]
 
 
-def locally(build: Path, calls: Any, batches: Any, folder: Path, held_out: Any = None, **options: Any) -> Any:
+def locally(build: Path, calls: Any, batches: Any, folder: Path, **options: Any) -> Any:
     with fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, **options) as pipeline:
-        found = play(pipeline, calls, batches, folder, held_out)
+        found = play(pipeline, calls, batches, folder)
         return found, pipeline.state_dict()
 
 
@@ -57,46 +56,13 @@ def test_processes_train_as_one(toy: Any, many: Any, tmp_path: Path) -> None:
         flushes = [("flush",)] if built["schedule"].startswith("async") else []
         calls = random_calls(random.Random(number), 30, flushes=bool(flushes))
         calls += [("save",), ("step",), ("step",), *flushes, ("load",), ("step",), ("step",)]
-        files = {"batches": str(tmp_path / "batches.pt"), "held_out": None}
-        loops.append({"build": str(build), "calls": calls, "options": options, **files})
+        loops.append({"build": str(build), "calls": calls, "options": options, "batches": str(tmp_path / "batches.pt")})
         expected.append(locally(build, calls, many, tmp_path / f"local_{number}", **options))
     for (found, weights), (alone, state), loop in zip(in_processes(loops, 3, tmp_path), expected, loops, strict=True):
         assert found == [alone] * 3, loop
         for name, weight in weights.items():
             assert torch.equal(weight, state[name]), (name, loop)
         assert weights.keys() == state.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_processes_evaluate_as_one(tmp_path: Path) -> None:
-    case = CASES["gpt"]
-    whole = case.batches(1)[0]
-    shapes = [whole, tree_map(lambda value: value[:2], whole)]
-
-    def loss(model: Any, batch: Any) -> Any:
-        found = case.loss(model, batch)
-        return found, {"twice": 2 * found.detach()}
-
-    build = fxpipe.compile(
-        case.make(),
-        loss,
-        whole,
-        cost="analytic",
-        shapes=shapes[1:],
-        evaluation=(lambda model, batch: {"loss": case.loss(model, batch)}, shapes),
-    ).save(tmp_path / "build")
-    batches = case.batches(4) + shapes
-    torch.save(batches, tmp_path / "batches.pt")
-    torch.save(shapes, tmp_path / "held_out.pt")
-    calls = random_calls(random.Random(5), 30, evaluates=True)
-    assert ("evaluate",) in calls
-    alone, state = locally(build.folder, calls, batches, tmp_path / "local", shapes)
-    files = {"batches": str(tmp_path / "batches.pt"), "held_out": str(tmp_path / "held_out.pt")}
-    loop = {"build": str(build.folder), "calls": calls, "options": {}, **files}
-    ((found, weights),) = in_processes([loop], 2, tmp_path)
-    assert found == [alone] * 2
-    assert all(torch.equal(weights[name], state[name]) for name in weights)
 
 
 def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) -> None:
@@ -214,11 +180,16 @@ def test_a_plateau_in_the_loop(evaluated: Path, tmp_path: Path) -> None:
     for _ in range(3):
         one.run(batches)
         one.evaluate(held_out)
+        one.evaluate(held_out)  # of the same weights: no other step
     one.save(tmp_path / "saved")
     assert one.learning_rates == [0.05, 0.05], "the second evaluation was no better, the third is yet to count"
     other.load(tmp_path / "saved")
     assert one.run(batches) == other.run(batches)
     assert one.learning_rates == other.learning_rates == [0.025, 0.025]
+    wrong = fxpipe.load(evaluated / "build").local(lr_scheduler=lambda made: (plateau(made)[0], "lss"))
+    wrong.run(batches)
+    with pytest.raises(FxpipeError, match="waits for the unknown metric 'lss'"):
+        wrong.evaluate(held_out)
 
 
 def test_an_error_in_the_loop_leaves_what_is_in_flight(toy: Any, many: Any, tmp_path: Path) -> None:

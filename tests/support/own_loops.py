@@ -39,14 +39,12 @@ def halving(made: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(made, 3, 0.5)
 
 
-def random_calls(draw: random.Random, count: int, evaluates: bool = False, flushes: bool = True) -> list[Call]:
+def random_calls(draw: random.Random, count: int, flushes: bool = True) -> list[Call]:
     """Some calls, of which most are steps; `flushes` where there may be minibatches in flight."""
     calls: list[Call] = [("step",)]
     saved = False
     while len(calls) < count:
-        kind = draw.choices(["step", "flush", "lr", "lrs", "save", "load", "evaluate"], [12, 1, 2, 1, 1, 1, 2])[0]
-        if kind == "evaluate" and not evaluates:
-            continue
+        kind = draw.choices(["step", "flush", "lr", "lrs", "save", "load"], [12, 1, 2, 1, 1, 1])[0]
         if kind == "lr":
             calls.append(("lr", draw.choice([0.2, 0.05, 0.01])))
         elif kind == "lrs":
@@ -54,17 +52,14 @@ def random_calls(draw: random.Random, count: int, evaluates: bool = False, flush
         elif kind == "load":
             if saved:
                 calls += [("flush",), ("load",)] if flushes else [("load",)]
-        elif kind == "evaluate":
-            calls += [("flush",), ("evaluate",)]
         else:
             calls.append((kind,))
             saved |= kind == "save"
     return calls
 
 
-def play(pipeline: Any, calls: Sequence[Call], batches: Sequence[Any], folder: Path, held_out: Any = None) -> list[Any]:
-    """What the calls give: the losses in their order, metrics, rates and norms."""
-    found: list[Any] = []
+def play(pipeline: Any, calls: Sequence[Call], batches: Sequence[Any], folder: Path) -> list[Any]:
+    """What the calls give: the losses in their order, and how many minibatches were fed."""
     losses = []
     late = random.Random(getattr(pipeline, "rank", 0))
     fed = 0
@@ -78,22 +73,19 @@ def play(pipeline: Any, calls: Sequence[Call], batches: Sequence[Any], folder: P
                 float(late.choice(losses))
         elif call == "lr":
             pipeline.set_lr(*values)
-        elif call == "evaluate":
-            found.append({**pipeline.evaluate(held_out), **pipeline.metrics})
         elif call in ("save", "load"):
             getattr(pipeline, call)(folder / "saved")
         else:
             pipeline.flush()
     pipeline.flush()
-    return [[float(loss) for loss in losses], found, pipeline.fed]
+    return [[float(loss) for loss in losses], pipeline.fed]
 
 
 def in_processes(builds: Sequence[dict[str, Any]], workers: int, folder: Path) -> list[tuple[list[list[Any]], Any]]:
     """Play loops in the same processes, one after another.
 
     Args:
-        builds: of each: folder, calls, options, and the names of the files with batches and data to evaluate on;
-            and of the model file, if the pipelines get its model and its loss.
+        builds: of each: folder, calls, options, and the name of the file with batches.
 
     Returns:
         Of each what each rank found, and all weights.
@@ -157,12 +149,11 @@ def work(folder: Path) -> None:
     for number, loop in enumerate(json.loads((folder / "loops.json").read_text())):
         os.environ["MASTER_PORT"] = str(loop["port"])
         batches = torch.load(loop["batches"])
-        held_out = torch.load(loop["held_out"]) if loop["held_out"] else None
         with fxpipe.join(
             loop["build"], optimizer=optimizer, lr_scheduler=halving, threads=1, **loop["options"]
         ) as pipeline:
             own = batches if rank == 0 else [None] * len(batches)
-            found = play(pipeline, loop["calls"], own, folder / str(number), held_out if rank == 0 else None)
+            found = play(pipeline, loop["calls"], own, folder / str(number))
             weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
             (folder / f"found_{number}_{rank}.json").write_text(json.dumps(found))
             save_file(weights, folder / f"weights_{number}_{rank}.safetensors")
