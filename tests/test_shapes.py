@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from strict_wires import run_in_threads
+from pipelines import sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +23,10 @@ from fxpipe.lowering.first_of_each import SHAPES
 from fxpipe.lowering.shapes import _check_alike
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.signed import signed
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.start import run_local
+from fxpipe.task.hooks import Hooks
+from fxpipe.task.model_file import Task
 
 SIZES = ((8, 6), (8, 3), (4, 6), (4, 9))  # samples, tokens
 
@@ -73,10 +77,6 @@ def built(schedule: str = "1f1b", workers: int = 2, norm: bool = False, sizes: A
     first, *others = [batch_of(*size) for size in sizes]
     options = {"microbatches": 2, "cost": "analytic", **more}
     return fxpipe.compile(model_of(norm), loss, first, shapes=others, workers=workers, schedule=schedule, **options)
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +220,9 @@ def counted(reads: str) -> Build:
 def test_evaluations_see_buffers_that_a_later_batch_of_another_shape_updates(tmp_path: Path, reads: str) -> None:
     counted(reads).save(tmp_path / "build")
     data = [torch.randn(4, tokens, 4) for tokens in (3, 6, 6, 3, 6, 6, 3)]
-    run = run_in_threads(tmp_path / "build", data, sgd, by_channel=False, evaluated=[data[0]])
-    assert not run.failures, run.failures
-    assert [metrics["seen"] for _, metrics in run.evaluations] == [2, 2, 2, 3, 3, 3]
+    task = Task(Hooks(optimizer=sgd, train_data=lambda: data, eval_data=lambda: data[:1]))
+    summary = run_local(RunOptions(str(tmp_path / "build"), eval_every=1), task)
+    assert [row["metrics"]["seen"] for row in summary["evaluations"]] == [2, 2, 2, 3, 3, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ import pytest
 import torch
 from cached import captured, lowered
 from greenlet import greenlet
-from pipelines import pipeline_of
 from random_cuts import numbered, random_cuts
-from strict_wires import run_in_threads
 from torch import Tensor, nn
 
 import fxpipe
@@ -118,14 +116,3 @@ def data_of(name: str, count: int) -> list[Any]:
     if name == "half frozen":
         return [torch.randn(8, 6) for _ in range(count)]
     return captured("unet" if "random" in name else "function")[0].batches(count)
-
-
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("name", BUILDS)
-def test_threads_are_the_local_run(name: str, by_channel: bool, tmp_path: Path) -> None:
-    build = BUILDS[name]()
-    data = data_of(name, 8)
-    build.save(tmp_path / "build")
-    run = run_in_threads(tmp_path / "build", data, optimizer, by_channel)
-    pipeline = pipeline_of(tmp_path / "build", optimizer)
-    run.check(pipeline.run(data), pipeline.state_dict())

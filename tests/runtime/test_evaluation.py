@@ -1,4 +1,4 @@
-"""Evaluation in the pipeline: in the order that wires ask for, when it is asked, and what is refused."""
+"""Evaluation in the pipeline: what moves, how far ahead it reads, when it is asked, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from evaluated import build_of, write_evaluated
 from safetensors.torch import load_file
-from strict_wires import run_in_threads
 
 from fxpipe import load
 from fxpipe.builds.build import Build
@@ -51,14 +50,6 @@ def built(home: Path) -> tuple[Task, Build]:
     return task, build.save(home / "build", model_file=path)
 
 
-@pytest.fixture(scope="module")
-def still(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, Build]:
-    """Without dropout: threads of one process share their random numbers."""
-    path = write_evaluated(tmp_path_factory.mktemp("still"), ("nn.Dropout(0.4)", "nn.Dropout(0.0)"))
-    task, build = build_of(path, schedule="async", policy="stash")
-    return task, build.save(path.parent / "build", model_file=path)
-
-
 def options(home: Path, out: Path | None = None, **more: Any) -> RunOptions:
     steps = more.pop("steps", STEPS)
     return RunOptions(str(home / "build"), steps=steps, out=None if out is None else str(out), threads=1, **more)
@@ -73,9 +64,9 @@ def test_what_is_moved(built: tuple[Task, Build]) -> None:
     assert all(move.source != move.reader for move in moves(plan))
 
 
-def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_reads_far_ahead(built: tuple[Task, Build], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over wires where a send never waits: through shared memory, or as here within a process."""
-    plan, folder = still[1].plan, str(still[1].folder)
+    plan, folder = built[1].plan, str(built[1].folder)
     recipe, turns, read, ahead = choose(plan), Turns(), list[int](), list[int]()
     execute = Evaluator.execute
 
@@ -84,7 +75,7 @@ def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytes
         execute(evaluator, action, leaves)
 
     def data() -> Iterator[Any]:
-        for batch in 6 * list(still[0].hooks.eval_data()):
+        for batch in 6 * list(built[0].hooks.eval_data()):
             read.append(1)
             yield batch
 
@@ -93,7 +84,7 @@ def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytes
         transport = WiredTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
         setting = WorkerSetting(plan, rank, recipe, Task(Hooks()), PipelineOptions())
         executor = open_worker(setting, folder, transport)
-        source = EvaluationData(plan, data, 0, still[0]) if rank == 0 else None
+        source = EvaluationData(plan, data, 0, built[0]) if rank == 0 else None
         evaluation = DistributedEvaluation([executor], folder, source, ProcessLine.of(plan, rank))
         return lambda: evaluation.run([executor.state(0)]) and None
 
@@ -103,33 +94,6 @@ def test_no_worker_reads_far_ahead(still: tuple[Task, Build], monkeypatch: pytes
     assert len(read) > 20
     assert max(ahead) <= (AHEAD + 2) * (plan.ranks - 1)
     assert not loopback.left
-
-
-@pytest.mark.parametrize(("schedule", "placement"), [("async", ()), ("1f1b", (0, 1, 0))])
-def test_strict_wires(still: tuple[Task, Build], tmp_path: Path, schedule: str, placement: tuple[int, ...]) -> None:
-    """Messages that are taken as late as may be, and in the order that NCCL asks for."""
-    task, build = still
-    plan = dataclasses.replace(
-        build.plan, placement=placement, schedule=schedule, policy="stash" if schedule == "async" else "latest"
-    )
-    build = dataclasses.replace(build, plan=plan).save(
-        tmp_path / "build", model_file=build.folder.parent / "evaluated.py"
-    )
-    assert build.folder is not None
-    torch.manual_seed(5)
-    data = list(task.train_data())
-    batches = list(task.eval_data()) * 3
-    torch.manual_seed(0)
-    hooks = {name: getattr(task.hooks, name) for name in ("optimizer", "metrics", "model", "loss")}
-    out, given = tmp_path / "out", Task(Hooks(train_data=lambda: data, eval_data=lambda: batches, **hooks))
-    run_local(RunOptions(str(build.folder), steps=len(data), eval_every=1, out=str(out)), given)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    expected = [(line["step"], line["eval"]) for line in lines if "eval" in line][:3]
-    assert len(expected) == 3
-    run = run_in_threads(build.folder, data, task.optimizer, by_channel=True, evaluated=batches)
-    run.check(losses, load_file(out / "model.safetensors"))
-    assert run.evaluations == expected
 
 
 def test_the_pipeline_evaluates_when_asked(built: tuple[Task, Build]) -> None:

@@ -19,7 +19,6 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.ends import process_name
 
 FOLDED, ROUNDS = (0, 1, 1, 0), (0, 1, 0, 1)
-PLACED = [("zb-v", FOLDED), ("zb-h2", ROUNDS), ("zb-h1", (0, 1, 0, 0)), ("zb-h1", (0, 2, 1, 0))]
 STEPS = 3
 
 
@@ -38,17 +37,6 @@ def trained(folder: Path, data: list[Any], **options: Any) -> tuple[list[float],
     """The losses, and the state after them, of all workers in one process."""
     pipeline = pipeline_of(folder, adam, **options)
     return pipeline.run(data), pipeline.state_dict()
-
-
-@pytest.mark.parametrize("where", PLACED)
-def test_it_has_the_bits_of_one_worker_a_rank(tmp_path: Path, where: tuple[str, tuple[int, ...]]) -> None:
-    """Weights tied across workers of a rank and of two; norms, too, come in the order that NCCL asks for."""
-    build = lowered("gpt", 4, workers=4, schedule="zb-h1", **cuts(CASES["gpt"], 4, 1))
-    data = CASES["gpt"].batches(STEPS)
-    build.save(tmp_path / "one_each")
-    folder = placed(build, *where, tmp_path / "several")
-    run = run_in_threads(folder, data, adam, by_channel=True, options=PipelineOptions(clip_norm=0.1))
-    run.check(*trained(tmp_path / "one_each", data, clip_norm=0.1))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.evaluation_while_training import BuffersKept
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import Limit, LimitedRow, train
@@ -29,14 +27,11 @@ from fxpipe.runtime.wires.board import DictBoard
 from fxpipe.runtime.wires.one_process import Loopback, Passing, Turns
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.assembly import open_worker
-from fxpipe.runtime.worker.evaluation import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import Hooks
 from fxpipe.task.model_file import Task
-from fxpipe.task.step_hooks import StepHooks
 
 
 class Message:
@@ -114,7 +109,6 @@ class ThreadedRun:
     losses: list[float] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def check(self, losses: list[float], state: dict[str, Tensor]) -> None:
         """Assert that it is the local run, bit for bit, and that nothing is left over."""
@@ -127,39 +121,15 @@ class ThreadedRun:
             assert not executor.transport._posted  # type: ignore[attr-defined]
 
 
-class _Evaluating(Observer):
-    """Evaluates where it is due, once."""
-
-    def __init__(self, run: ThreadedRun, kept: list[BuffersKept], evaluation: DistributedEvaluation, end: int) -> None:
-        self.run, self.kept, self.evaluation, self.last, self.end = run, kept, evaluation, 0, end
-
-    def between(self, executors: Sequence[Executor]) -> None:
-        version = executors[0].store.version
-        if version == self.last or not 0 < version < self.end:
-            return
-        self.last = version
-        metrics = self.evaluation.run([buffers.state(version) for buffers in self.kept])
-        assert not any(evaluator.transport._posted for evaluator in self.evaluation.evaluators.values())
-        if metrics:
-            self.run.evaluations.append((version, metrics))
-
-
 def run_in_threads(
     folder: Path,
     data: list[Any],
     optimizer: Callable[[Any], torch.optim.Optimizer],
     by_channel: bool,
     schedule: str | None = None,
-    evaluated: list[Any] | None = None,
     options: PipelineOptions = PipelineOptions(),  # noqa: B008 (it is frozen)
-    hooks: StepHooks | None = None,
 ) -> ThreadedRun:
-    """Train a build on `data`, a thread a rank; every message that was sent was received.
-
-    Args:
-        evaluated: batches for an evaluation after every step but the last.
-        hooks: what stages for new shapes are made of.
-    """
+    """Train a build on `data`, a thread a rank; every message that was sent was received."""
     plan = read_plan(folder)
     recipe = choose(plan, schedule, options.policy)
     hub = Hub()
@@ -169,7 +139,6 @@ def run_in_threads(
     threads = []
     loopbacks: list[Loopback] = []
     of_worker: dict[int, Executor] = {}
-    evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()
 
     def work(rank: int) -> None:
@@ -180,7 +149,7 @@ def run_in_threads(
             transports = [executor.transport for executor in own]
             line = ProcessLine.of(plan, rank)
             coming, limit = None, Limit(len(data), len(data))
-            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), board, Pulse())
+            shapes = NewShapes(folder, plan, None, options, torch.device("cpu"), board, Pulse())
             split = ShapedMinibatches(plan, folder, own[0].buffers, None)
             shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
@@ -196,7 +165,7 @@ def run_in_threads(
                 LimitedRow(recipe.schedule, rank, limit, Turns()),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda step: run.losses.append(step.read().loss)) if first else None,
-                [each for each in (coming, evaluations[rank]) if each is not None],
+                [] if coming is None else [coming],
             )
             for transport in transports:
                 transport.finish()
@@ -212,13 +181,6 @@ def run_in_threads(
             transport = WiredTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
             own.append(open_worker(WorkerSetting(plan, worker, recipe, task, options), folder, transport))
             of_worker[worker] = own[-1]
-        evaluations.append(None)
-        if evaluated is not None:
-            kept = [BuffersKept(executor, lambda version: 0 < version < len(data)) for executor in own]
-            source = EvaluationData(plan, lambda: evaluated, 0, task) if rank == 0 else None
-            line = ProcessLine.of(plan, rank)
-            evaluation = DistributedEvaluation(own, str(folder), source, line)
-            evaluations[-1] = _Evaluating(run, kept, evaluation, len(data))
         for executor in own:
             executor.store.begin(0, len(data))
         threads.append(threading.Thread(target=work, args=(rank,)))
@@ -231,5 +193,4 @@ def run_in_threads(
         assert not any(hub.sends.values())
         assert not any(hub.receives.values())
         assert not any(loopback.left for loopback in loopbacks)
-        assert not any(buffers._kept for each in evaluations if each is not None for buffers in each.kept)
     return run
