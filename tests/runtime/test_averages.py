@@ -1,4 +1,4 @@
-"""Averaged weights: exactly torch's AveragedModel over the whole model, local and over processes, to the last bit."""
+"""Averaged weights: exactly torch's AveragedModel over the whole model; hooks that give averages of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import fxpipe
 from fxpipe.errors import FxpipeError, RunError, TaskError
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
 from fxpipe.task.evaluate_weights import evaluate
 from fxpipe.task.model_file import load_task
@@ -214,17 +213,6 @@ def test_every_evaluation_of_a_run_has_one_of_the_averages(home: Path, tmp_path:
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").open()]
     averaged = [(line["step"], line["averaged"]) for line in lines if "averaged" in line]
     assert averaged == [(row["step"], row["averaged"]) for row in whole["evaluations"]]
-
-
-@pytest.mark.multiproc
-def test_workers_apart_evaluate_the_same_averages(home: Path, tmp_path: Path) -> None:
-    """Under a schedule without a flush, in the middle of which each worker evaluates twice."""
-    asked = run_of(home, tmp_path / "local", eval_every=2)
-    local = run_local(asked)
-    apart = launch(replace(asked, out=str(tmp_path / "apart")), read_plan(home / "build").processes)
-    assert [row["step"] for row in local["evaluations"]] == [*range(2, STEPS, 2), STEPS]
-    assert apart["evaluations"] == local["evaluations"]
-    assert apart["losses"] == local["losses"]
 
 
 def test_the_evaluation_is_eagers_of_the_file(home: Path, tmp_path: Path) -> None:

@@ -80,25 +80,6 @@ def test_a_checkpoint_has_what_each_replica_left_out(tmp_path: Path) -> None:
         assert not torch.equal(value, found[3][name])
 
 
-def test_a_loop_of_ones_own_saves_and_goes_on(tmp_path: Path) -> None:
-    compiled_file(tmp_path, "async", 2, 2, 1, outer_every=2, outer_delay=1)
-    build = fxp.load(tmp_path / "build")
-    task = load_task(tmp_path / "model.py")
-    data = list(task.train_data())
-    first = build.local(optimizer=task.optimizer)
-    for batch in data[:3]:
-        first.step(batch)
-    first.save(tmp_path / "saved")
-    saved = first.state_dict()
-    other = build.local(optimizer=task.optimizer)
-    other.load(tmp_path / "saved")
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in saved.items())
-    other.save(tmp_path / "again")
-    assert files(tmp_path / "again") == files(tmp_path / "saved")
-    assert other.run(data[3:]) == first.run(data[3:])
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in first.state_dict().items())
-
-
 def test_a_checkpoints_model_is_the_common_weights(tmp_path: Path) -> None:
     """Between outer steps, those of the last one, whatever replicas have made of them."""
     compiled_file(tmp_path, "1f1b", 2, 2, 1, outer_every=2)

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from apart import compiled_file, launched
 
 import fxpipe as fxp
 from fxpipe.errors import RunError
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import run_local
-from fxpipe.task.model_file import load_task
-
-MODEL = Path(__file__).parent / "replica_model.py"
 
 
 def test_a_throttle_is_refused(tmp_path: Path) -> None:
-    _compiled(tmp_path / "build", "1f1b", 1, 2, 1)
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, outer=None)
     with pytest.raises(RunError, match="--throttle slows messages down, but not the sums over replicas"):
-        _launched(RunOptions(str(tmp_path / "build"), throttle="160kbit,10ms", out=str(tmp_path / "out")))
+        launched(RunOptions(str(tmp_path / "build"), throttle="160kbit,10ms", out=str(tmp_path / "out")))
 
 
 def test_a_run_says_what_its_sums_have_sent(tmp_path: Path) -> None:
     """2 (R - 1)/R of the gradients leave each process."""
-    _compiled(tmp_path / "build", "1f1b", 1, 2, 1)
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, outer=None)
     common = {"build": str(tmp_path / "build"), "steps": 6, "progress": False}
-    found, local = _launched(RunOptions(**common, out=str(tmp_path / "out"))), run_local(RunOptions(**common))
+    found, local = launched(RunOptions(**common, out=str(tmp_path / "out"))), run_local(RunOptions(**common))
     assert found["losses"] == local["losses"]
     size = sum(bucket.bytes for bucket in fxp.load(tmp_path / "build").plan.stages[0].buckets)
     for row in (*found["workers"], *found["replicas"]):
@@ -42,12 +36,13 @@ def test_a_run_says_what_its_sums_have_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 2)), ((2, 1), (3, 1))])
 def test_a_run_goes_on_with_other_replicas(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     for name, (dp, own) in (("before", before), ("after", after)):
-        _compiled(tmp_path / name, "1f1b", 2, dp, own)
-    whole = run_local(RunOptions(str(tmp_path / "before"), steps=6, out=str(tmp_path / "whole"), progress=False))
-    first = RunOptions(str(tmp_path / "before"), steps=3, checkpoint_every="3", out=str(tmp_path / "a"), progress=False)
+        compiled_file(tmp_path / name, "1f1b", 2, dp, own, outer=None)
+    before_build, after_build = (str(tmp_path / name / "build") for name in ("before", "after"))
+    whole = run_local(RunOptions(before_build, steps=6, out=str(tmp_path / "whole"), progress=False))
+    first = RunOptions(before_build, steps=3, checkpoint_every="3", out=str(tmp_path / "a"), progress=False)
     run_local(first)
     step = str(tmp_path / "a" / "checkpoints" / "step-3")
-    later = RunOptions(str(tmp_path / "after"), steps=6, resume=step, out=str(tmp_path / "b"), progress=False)
+    later = RunOptions(after_build, steps=6, resume=step, out=str(tmp_path / "b"), progress=False)
     found = run_local(later)["losses"]
     if before[0] * before[1] == after[0] * after[1]:
         assert found == whole["losses"]  # each microbatch is as it was
@@ -66,48 +61,20 @@ def on_step(step, loss, run):
 def on_eval(step, measured, run):
     run.set_lr(0.002)
 """
-    _compiled(tmp_path / "build", "1f1b", 2, 2, 1, more)
+    compiled_file(tmp_path, "1f1b", 2, 2, 1, more, outer=None)
     common = {"build": str(tmp_path / "build"), "steps": 6, "eval_every": 2, "progress": False}
     local = run_local(RunOptions(**common, out=str(tmp_path / "local")))
-    apart = _launched(RunOptions(**common, out=str(tmp_path / "apart")))
+    apart = launched(RunOptions(**common, out=str(tmp_path / "apart")))
     assert apart["losses"] == local["losses"]
     weights = [(tmp_path / where / "model.safetensors").read_bytes() for where in ("local", "apart")]
     assert weights[0] == weights[1]
-    _compiled(tmp_path / "one", "1f1b", 2, 1, 2, more)
-    one = run_local(RunOptions(**{**common, "build": str(tmp_path / "one")}, out=str(tmp_path / "alone")))
+    compiled_file(tmp_path / "one", "1f1b", 2, 1, 2, more, outer=None)
+    one = run_local(RunOptions(**{**common, "build": str(tmp_path / "one" / "build")}, out=str(tmp_path / "alone")))
     assert one["losses"] == local["losses"]
 
 
 def test_replicas_that_read_other_batches_are_told(tmp_path: Path) -> None:
     """A data set that follows the process, and not the run's seed, would train on other minibatches without a word."""
-    _compiled(tmp_path / "build", "1f1b", 1, 2, 1, "OWN_DATA = True\n")
+    compiled_file(tmp_path, "1f1b", 1, 2, 1, "OWN_DATA = True\n", outer=None)
     with pytest.raises(RunError, match="replicas of worker 0 read different batches in step 1: replica 1 unlike"):
-        _launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))
-
-
-def _compiled(folder: Path, schedule: str, workers: int, dp: int, own: int, more: str = "", **asked: Any) -> None:
-    """A build of the model file, which is next to it."""
-    path = folder.parent / f"model_{folder.name}.py"
-    path.write_text(MODEL.read_text() + more)
-    task = load_task(path)
-    assert task.metrics is not None
-    assert task.eval_data is not None
-    torch.manual_seed(0)
-    fxp.compile(
-        task.model(),
-        task.loss,
-        task.example(),
-        workers=workers,
-        dp=dp,
-        microbatches=own,
-        schedule=schedule,
-        cost="analytic",
-        forward_at=["norm"] if schedule == "1f1b" and workers == 2 else [],
-        evaluation=(task.metrics, task.eval_data()),
-        **asked,
-    ).save(folder, model_file=path)
-
-
-def _launched(options: RunOptions) -> dict[str, Any]:
-    plan = fxp.load(options.build).plan
-    return json.loads(json.dumps(launch(options, plan.processes, plan.mesh)))
+        launched(RunOptions(str(tmp_path / "build"), steps=3, out=str(tmp_path / "out"), progress=False))

@@ -1,4 +1,4 @@
-"""Workers with different numbers of replicas train as one pipeline does."""
+"""Which builds cannot have different numbers of replicas; what they train is in tests/law (replicas=2,1)."""
 
 from __future__ import annotations
 
@@ -12,56 +12,16 @@ from torch import Tensor, nn
 import fxpipe as fxp
 from fxpipe.errors import CutError, FxpipeError, PolicyError, ScheduleError
 
-STEPS = 3
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def batches() -> list[Any]:
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.arange(12) % 3
-    return [(torch.randn(12, 6, generator=generator), labels) for _ in range(STEPS)]
-
-
-def build_of(counts: list[int], schedule: str, times: int = 1, **more: Any) -> fxp.Build:
-    return fxp.compile(
-        net(),
-        loss,
-        batches()[0],
-        schedule=schedule,
-        cost="analytic",
-        **{
-            "workers": len(counts),
-            "replicas": tuple(counts),
-            "microbatches": times * lcm(*counts),
-            "forward_at": ["2", "4"][: len(counts) - 1],
-            **more,
-        },
-    )
-
-
-def test_replicas_stay_equal() -> None:
-    """Two runs of a build; in each, all replicas of a worker have the same weights, bit for bit."""
-    build = build_of([2, 1, 1], "async", policy="stash")
-    first = build.local(optimizer=sgd)
-    second = build.local(optimizer=sgd)
-    assert first.run(batches()) == second.run(batches())
-    assert all(e.store.version == STEPS for e in first.every)
-    for executor in first.every:
-        twin = first.executors[executor.worker]
-        for name, value in executor.store.parameters.items():
-            assert torch.equal(value, twin.store.parameters[name])
+def build_of(counts: list[int], schedule: str, **more: Any) -> fxp.Build:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    asked = {"workers": len(counts), "replicas": tuple(counts), "microbatches": lcm(*counts), "cost": "analytic"}
+    asked |= {"schedule": schedule, "forward_at": ["2", "4"][: len(counts) - 1], **more}
+    return fxp.compile(net, loss, (torch.randn(12, 6), torch.arange(12) % 3), **asked)
 
 
 def test_what_cannot_be_is_refused_with_what_can() -> None:

@@ -1,4 +1,4 @@
-"""Runs of a model file whose replicas train apart."""
+"""Builds and runs of the model file of replicas: they train apart, and add gradients up with `outer=None`."""
 
 from __future__ import annotations
 
