@@ -46,34 +46,6 @@ def test_under_async_backward_reads_what_its_policy_gives_it(name: str, policy: 
     assert all(len(found) == 1 for found in lags.values())
 
 
-def left_bytes(build: Build, name: str) -> list[int]:
-    """The bytes that each worker's forward has left for a microbatch, views of one memory once."""
-    found = [0] * build.plan.workers
-    pipeline = build.local(optimizer=optimizer)
-    for executor in pipeline.executors:
-        run_forward = executor._run_forward
-
-        def measured(stage: Any, action: Any, leaves: Any, executor: Any = executor, run: Any = run_forward) -> Any:
-            result = run(stage, action, leaves)
-            values = executor._left[action.minibatch, action.microbatch].values
-            sizes = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
-            found[executor.worker] = sum(sizes.values())
-            return result
-
-        executor._run_forward = measured
-    pipeline.step(captured(name, build.plan.microbatches)[0].batches(1)[0])
-    return found
-
-
-@pytest.mark.parametrize("name", ["gpt", "conv"])
-def test_what_forwards_leave_is_what_the_table_says(name: str) -> None:
-    where = cuts(CASES[name], 3, 0)
-    plain, full = (lowered(name, 2, workers=3, schedule="1f1b", recompute=level, **where) for level in ("none", "full"))
-    for build in (plain, full):
-        assert left_bytes(build, name) == pytest.approx([row.saved_bytes for row in build.workers], rel=0.02)
-    assert sum(left_bytes(full, name)) < sum(left_bytes(plain, name)) / 2
-
-
 def test_a_plan_fits_because_of_it() -> None:
     """The planner refuses without it, and finds cuts with it, whose workers fit."""
     options: dict[str, Any] = {"workers": 2, "schedule": "gpipe", "cuts": "same"}

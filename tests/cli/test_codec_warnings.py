@@ -55,10 +55,3 @@ def test_a_codec_that_was_not_studied_is_noted_by_compile(model: Path) -> None:
     for err in (compiled, ran):
         assert "warning: codec" not in err
     assert "not studied" not in ran
-
-
-def test_of_a_harmless_codec_and_of_none_they_say_nothing(model: Path) -> None:
-    for codec in ("int8", "none"):
-        for err in said(model, codec):
-            assert "codec" not in err
-            assert "not studied" not in err

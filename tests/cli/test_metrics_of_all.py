@@ -49,8 +49,8 @@ def written(folder: Path, *edits: tuple[str, str]) -> Path:
     return model
 
 
-def compiled(model: Path, *more: object) -> Path:
-    made = fxpipe("compile", model, "-n", 2, "-o", model.parent / "build", *QUICK, *more)
+def compiled(model: Path) -> Path:
+    made = fxpipe("compile", model, "-n", 2, "-o", model.parent / "build", *QUICK)
     assert made.code == 0, made.err
     return model.parent / "build"
 
@@ -67,21 +67,12 @@ def by_eager(model: Path, weights: Path) -> dict[str, float]:
     return {"loss": loss, **{name: float(value) for name, value in found.items()}}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("--local",),
-        pytest.param((), marks=[pytest.mark.slow, pytest.mark.multiproc]),
-        pytest.param(("--dp", 2), marks=[pytest.mark.slow, pytest.mark.multiproc]),
-        pytest.param(("--replicas", "2,1"), marks=[pytest.mark.slow, pytest.mark.multiproc]),
-    ],
-    ids=str,
-)
-def test_a_run_evaluates_as_eager_does(how: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_run_evaluates_as_eager_does(tmp_path: Path) -> None:
+    """So do processes and replicas (tests/law, evaluation=often)."""
     model = written(tmp_path)
-    build = compiled(model, *(how if len(how) > 1 else ()))
-    local = ("--local",) if how == ("--local",) else ()
-    made = fxpipe("run", build, *local, "--eval-every", 2, "--save-best", "f1", "--out", tmp_path / "out", "--json")
+    made = fxpipe(
+        "run", compiled(model), "--local", "--eval-every", 2, "--save-best", "f1", "--out", tmp_path / "out", "--json"
+    )
     assert made.code == 0, made.err
     assert made.json["evaluation"] == pytest.approx(by_eager(model, tmp_path / "out" / "model.safetensors"), abs=1e-6)
     best = by_eager(model, tmp_path / "out" / "best.safetensors")
