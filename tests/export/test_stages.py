@@ -10,11 +10,11 @@ from typing import Any
 
 import needs_onnx  # noqa: F401
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
-from cached import CASES, cuts, lowered
+from cached import cuts, lowered
 from commands import files
+from exported_files import BATCH, CASE, leaves, metadata, session
 from onnx import helper
 from torch import Tensor, fx, nn
 
@@ -29,8 +29,6 @@ from fxpipe.onnx.model_file import WeightsForm, write
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
-CASE = CASES["dict"]
-BATCH = CASE.batches(1)[0]
 FLOAT = onnx.TensorProto.FLOAT
 PARTS = ["stage_0.forward.onnx", "stage_0.backward.onnx", "stage_1.forward.onnx", "stage_1.backward.onnx"]
 
@@ -48,22 +46,6 @@ def exported(build: Build, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     found = export(build, folder, BATCH, warn=told.append)
     assert not told
     return folder, found
-
-
-def metadata(path: Path) -> dict[str, Any]:
-    (found,) = (p.value for p in onnx.load(path, load_external_data=False).metadata_props if p.key == "fxpipe")
-    body = json.loads(found)
-    assert isinstance(body, dict)
-    return body
-
-
-def session(path: Path) -> ort.InferenceSession:
-    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def leaves() -> dict[str, Tensor]:
-    inputs = {f"batch['inputs']['{name}']": value for name, value in BATCH["inputs"].items()}
-    return inputs | {f"batch['{name}']": BATCH[name] for name in ("keep", "y", "weight")}
 
 
 # ---- what is written ----

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import needs_onnx  # noqa: F401
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from cached import CASES, cuts, lowered
+from exported_files import BATCH, CASE, leaves, metadata, session
 from random_cuts import random_cuts
 from torch import Tensor
 
@@ -20,9 +19,6 @@ from fxpipe.engines.attach import equip
 from fxpipe.export.stages import export
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.pure_part import PurePart, trace_stage
-
-CASE = CASES["dict"]
-BATCH = CASE.batches(1)[0]
 
 
 @pytest.fixture(scope="module", params=["async", "zb-v"])
@@ -48,21 +44,6 @@ def folder(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not any(f"{Path(s.file).stem}.weights" in empty for s in apart)
     assert all(file.error <= 1e-4 for file in export(build, made, BATCH)), "an earlier export is replaced"
     return made
-
-
-def metadata(path: Path) -> dict[str, Any]:
-    (found,) = (p.value for p in onnx.load(path).metadata_props if p.key == "fxpipe")
-    body: dict[str, Any] = json.loads(found)
-    return body
-
-
-def session(path: Path) -> ort.InferenceSession:
-    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def leaves() -> dict[str, Tensor]:
-    inputs = {f"batch['inputs']['{name}']": value for name, value in BATCH["inputs"].items()}
-    return inputs | {f"batch['{name}']": BATCH[name] for name in ("keep", "y", "weight")}
 
 
 def eager() -> tuple[Tensor, dict[str, Tensor]]:
