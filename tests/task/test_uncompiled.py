@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.lowering.compare_with_eager import compare_with_eager
-from fxpipe.task import uncompiled as of_file
+from fxpipe.task import step_hooks
 
 
 def made() -> nn.Module:
@@ -31,7 +31,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("way", ["whole", "part", "both"])
 def test_weights_have_their_plain_names(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    of_file._say.cache_clear()
+    step_hooks._say.cache_clear()
     build = fxpipe.compile(wrapped(way), loss, (torch.randn(4, 4),), workers=2, microbatches=1, cost="analytic")
     plain = made().state_dict()
     assert {p.name for p in build.plan.parameters} == set(plain)
@@ -57,5 +57,5 @@ def test_what_must_compile_as_a_whole_is_plain_code() -> None:
 
 def test_a_plain_model_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     model = made()
-    assert of_file.uncompiled(model) is model
+    assert step_hooks.uncompiled(model) is model
     assert not capsys.readouterr().err
