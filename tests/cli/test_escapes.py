@@ -108,7 +108,7 @@ def test_what_is_dropped_and_what_stays() -> None:
 def test_texts_for_rich_pass_the_filter_too(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
-    output.console(width=80).print(NASTY + "x")
+    output.new_console().print(NASTY + "x")
     assert shown.getvalue() == "]0;owned[2J31mx\n"
 
 

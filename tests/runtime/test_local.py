@@ -32,7 +32,7 @@ def test_after_a_flush_a_pipeline_is_as_new(
     pipeline.run(batches[:3])
     assert not pipeline.job.world.loopback.left
     for executor in pipeline.executors:
-        assert not executor._left
+        assert not executor.saved._left
         assert not executor.store.versions.predictions.made
     pipeline.save(tmp_path / "saved")
     fresh.load(tmp_path / "saved")

@@ -14,6 +14,7 @@ import torch
 from commands import QUICK, fxpipe, fxpipe_process
 from model_files import write_model
 
+from fxpipe.checkpoint import shard
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest
 from fxpipe.checkpoint.safetensors_file import write_bytes, write_tensors
 from fxpipe.checkpoint.shelf import Shelf, shown_alive
@@ -21,7 +22,7 @@ from fxpipe.errors import NotFiniteError, WorkerLost
 from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import checkpoints, last_saved
+from fxpipe.runtime.process import last_saved
 from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint
 from fxpipe.runtime.process.stall import waited_for_disk
 
@@ -183,9 +184,9 @@ HARM = """
 import os
 import time
 
-from fxpipe.runtime.process import checkpoints
+from fxpipe.checkpoint import shard
 
-write_shard = checkpoints.write_shard
+write_shard = shard.write_shard
 
 
 def slowly(*arguments):
@@ -193,7 +194,7 @@ def slowly(*arguments):
     return write_shard(*arguments)
 
 
-checkpoints.write_shard = slowly
+shard.write_shard = slowly
 
 
 def train_data():
@@ -221,7 +222,7 @@ def test_the_error_names_what_was_still_written(
     harm: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 10 is written when the run ends by step 15."""
-    monkeypatch.setattr(checkpoints, "write_shard", checkpoints.write_shard)  # the model file makes it slow, here too
+    monkeypatch.setattr(shard, "write_shard", shard.write_shard)  # the model file makes it slow, here too
     if local and harm in ("standing still", "killed"):
         pytest.skip("one process has nobody who would see it")
     code, message = HARMS[harm]

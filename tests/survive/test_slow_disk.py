@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.process import checkpoints
+from fxpipe.checkpoint import shard
 
 
 def test_checkpoints_become_whole_while_others_wait_to_be_written(
@@ -32,8 +32,8 @@ def test_checkpoints_become_whole_while_others_wait_to_be_written(
         half_done.append(len(list(tmp_path.glob("checkpoints/.step-*.partial"))))
         return write_shard(*arguments)
 
-    write_shard = checkpoints.write_shard
-    monkeypatch.setattr(checkpoints, "write_shard", written)
+    write_shard = shard.write_shard
+    monkeypatch.setattr(shard, "write_shard", written)
     build = fxpipe.compile(model, loss, batches[0], workers=2, cost="analytic")
     pipeline = build.local(checkpoint_every="1", out=tmp_path)
     pipeline.run(batches)
