@@ -226,13 +226,15 @@ def test_a_shape_with_other_buckets_is_refused() -> None:
 
 def test_the_comm_of_a_run_passes_gradients_on() -> None:
     comm = EdgeComm({}, cast(Transport, None), Watch())
-    given: list[tuple[str, Sequence[Tensor | None]]] = []
-    comm.reduce = lambda name, gradients: given.append((name, gradients))
+    passed_on: list[tuple[str, int, int, Sequence[Tensor | None]]] = []
+    comm.reduce = lambda *bucket: passed_on.append(bucket)
     one = torch.ones(2)
+    comm.bind(3, 1)
     comm.all_reduce("bucket_0", [one, None])
     comm.reduce_scatter("bucket_1", [one])
-    assert [(name, list(gradients)) for name, gradients in given] == [("bucket_0", [one, None]), ("bucket_1", [one])]
-    assert given[0][1][0] is one
+    assert [bucket[:3] for bucket in passed_on] == [("bucket_0", 3, 1), ("bucket_1", 3, 1)]
+    assert [list(bucket[3]) for bucket in passed_on] == [[one, None], [one]]
+    assert passed_on[0][3][0] is one
 
 
 def test_a_worker_without_replicas_says_so() -> None:
