@@ -75,16 +75,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("time is up (--within)")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def slow_now() -> float:
-    """How slow the machine is before the tests of a file."""
-    return seconds.yardstick()
-
-
 @pytest.fixture(autouse=True)
-def slow_noted(slow_now: float, record_property: Callable[[str, object], None]) -> None:
-    """What a test takes is compared with that."""
-    record_property(seconds.SLOW_NOW, max(1.0, slow_now) * seconds.crowd())
+def slow_noted(record_property: Callable[[str, object], None]) -> None:
+    """What a test takes is compared with how slow the machine is."""
+    record_property(seconds.SLOW_NOW, max(1.0, seconds.slowness()) * seconds.crowd())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ KNOWN = {"budgets": {"tests/cli": 30.0}, "seconds": {}}
 TEST = "tests/cli/test_run.py::test_it"
 
 
-@pytest.mark.parametrize(("took", "slow", "over"), [(60.0, 1.0, False), (70.0, 1.0, True), (150.0, 3.0, False)])
+@pytest.mark.parametrize(("took", "slow", "over"), [(60.0, 1.0, False), (70.0, 1.0, True), (90.0, 1.5, False)])
 def test_a_folder_is_over_its_budget_only_where_the_machine_is_not_slow(took: float, slow: float, over: bool) -> None:
     (row,) = seconds.table({TEST: took}, {TEST: slow}, KNOWN)
     assert (row.folder, row.took, row.over) == ("tests/cli", took, over)
@@ -18,6 +18,12 @@ def test_a_folder_is_over_its_budget_only_where_the_machine_is_not_slow(took: fl
 def test_a_faster_machine_is_no_reason_to_take_longer() -> None:
     (row,) = seconds.table({TEST: 70.0}, {TEST: 0.5}, KNOWN)
     assert row.over
+
+
+@pytest.mark.parametrize(("slow", "over"), [(1.5, True), (1.6, False)])
+def test_budgets_hold_for_nothing_on_a_machine_of_another_kind(slow: float, over: bool) -> None:
+    (row,) = seconds.table({TEST: 1000.0}, {TEST: slow}, KNOWN)
+    assert row.over == over
 
 
 @pytest.mark.parametrize(("load", "crowd"), [(0.5, 1.0), (4.0, 2.0)])

@@ -6,13 +6,15 @@
 What took longer than `SLOW` is a slow test, as if it were marked so. Of tests/law, choose.py says what is quick.
 
 A folder's budget is for its quick tests on an idle machine of the kind on which the seconds were written. Elsewhere, or
-while others use the machine, all takes longer, and not equally long all the time. So a yardstick is timed before the
-tests of each file, some milliseconds of work that is always the same, and each test notes how many processes wait for
-how many cores. A test's seconds count in yardsticks, as if it had waited for no core.
+while others use the machine, all takes longer, and not equally long all the time. So a yardstick is timed every few
+seconds, some milliseconds of work that is always the same, and each test notes how many processes wait for how many
+cores. A test's seconds count in yardsticks, as if it had waited for no core. Where the machine is slower than
+`COMPARABLE`, memory and processes are slow in another measure than the yardstick: budgets hold for nothing there.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -33,9 +35,14 @@ SLOW = 0.35
 YARDSTICK = 0.002
 """Seconds of the yardstick on that machine."""
 
-ATTEMPTS = 3
+ATTEMPTS, OLD = 3, 5.0
+"""How often the yardstick is timed, and after how many seconds anew."""
+
+COMPARABLE = 1.5
+"""How many times slower a machine may be for budgets to hold."""
+
 SLOW_NOW = "times slower"
-"""The name of a test's property: the product of what `yardstick` gave before the tests of its file, and `crowd`."""
+"""The name of a test's property: the product of what `slowness` gave before it, and `crowd`."""
 
 ALLOWED, SLACK = 1.5, 20.0
 """How many times its budget a folder may take, and seconds more: single tests vary."""
@@ -75,9 +82,9 @@ class Seconds:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.rows:
             return
-        terminalreporter.section(
-            f"seconds by folder (the machine: {statistics.median(self.slow.values()):.2f} times slower)"
-        )
+        slower = statistics.median(self.slow.values())
+        budgets = "" if slower <= COMPARABLE else ": too slow for budgets"
+        terminalreporter.section(f"seconds by folder (the machine: {slower:.2f} times slower{budgets})")
         for row in sorted(self.rows, key=lambda row: -row.took):
             budget = "" if row.budget is None else f" of {row.budget:.0f}"
             terminalreporter.line(f"{row.took:8.1f}{budget:8} {row.folder}{'  OVER ITS BUDGET' if row.over else ''}")
@@ -107,7 +114,19 @@ def table(took: dict[str, float], slow: dict[str, float], known: dict[str, dict[
     for test, seconds in took.items():
         sums[folder_of(test)] += seconds
         counted[folder_of(test)] += seconds / max(1.0, slow.get(test, 1.0))
-    return [Row(folder, seconds, counted[folder], known["budgets"].get(folder)) for folder, seconds in sums.items()]
+    comparable = statistics.median(slow.values()) <= COMPARABLE
+    budgets = known["budgets"] if comparable else {}
+    return [Row(folder, seconds, counted[folder], budgets.get(folder)) for folder, seconds in sums.items()]
+
+
+def slowness() -> float:
+    """The yardstick of the last seconds."""
+    return _slowness(int(perf_counter() / OLD))
+
+
+@functools.lru_cache(maxsize=1)
+def _slowness(period: int) -> float:
+    return yardstick()
 
 
 def yardstick() -> float:
