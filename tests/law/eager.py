@@ -300,11 +300,11 @@ def _samples(batch: Any) -> int:
 
 def _narrow(case: Case, model: nn.Module) -> nn.Module:
     """A copy in bfloat16; batch norms stay in float32 where the model is in float32."""
-    made = copy.deepcopy(model).to(torch.bfloat16)
-    for module in made.modules():
+    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm2d) and case.precision == "params":
-            module.float()
-    return made
+            narrow.get_submodule(name).float().load_state_dict(module.state_dict())  # not rounded
+    return narrow
 
 
 def _cast(case: Case) -> Any:

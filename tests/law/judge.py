@@ -104,8 +104,8 @@ def faults(case: Case, folder: Path, planted: str = "") -> list[str]:
 
 def _differences(case: Case, found: Outcome, expected: Outcome) -> list[str]:
     lossy = case.codec != "none" and not case.codec.startswith("outer=")
-    rounding = 0.1 if lossy else max(RELATIVE[case.precision], LOSSES * Task(case).weighed)  # weights are float32
-    limit = 0.0 if _to_the_bit(case) else rounding
+    limit = 0.1 if lossy else max(RELATIVE[case.precision], LOSSES * Task(case).weighed)  # weights are float32
+    limit = 0.0 if _to_the_bit(case) else limit
     wrong = []
     for step, (mine, its) in enumerate(zip(found.losses, expected.losses, strict=True), 1):
         if not math.isclose(mine, its, rel_tol=max(limit, LOSSES)):
@@ -116,8 +116,7 @@ def _differences(case: Case, found: Outcome, expected: Outcome) -> list[str]:
     shared = case.replicas not in ("one", "outer", "delayed")
     own_statistics = case.model == "conv" and shared  # each replica's batch norms see its own samples
     for name, value in () if own_statistics else expected.evaluation.items():
-        # In 16 bits the loss of each microbatch is rounded: their mean is not the rounded loss of the batch.
-        if not math.isclose(found.evaluation[name], value, rel_tol=max(rounding, LOSSES)):
+        if not math.isclose(found.evaluation[name], value, rel_tol=max(limit, LOSSES)):
             wrong.append(f"metric {name}: {found.evaluation[name]}, not {value}")
     for mine, its in () if lossy else ((found.weights, expected.weights), (found.averages, expected.averages)):
         for name, value in its.items():
