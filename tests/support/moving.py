@@ -32,13 +32,13 @@ if "RANK" in os.environ:
         better_cuts.Window.speeds, better_cuts.SAMPLES = lambda *_: (1.0, 0.25), 1
 
     if os.path.exists(HERE + "/full"):
-        from fxpipe.runtime.process import checkpoints
+        from fxpipe.checkpoint import shard
 
         def no_room(*_):
             os.makedirs(HERE + "/out/checkpoints/step-none", exist_ok=True)
             raise OSError(28, "No space left on device")
 
-        checkpoints.write_shard = no_room
+        shard.write_shard = no_room
 
 def model():
     torch.manual_seed(1)
