@@ -9,7 +9,9 @@ KNOWN = {"budgets": {"tests/cli": 30.0}, "seconds": {}}
 TEST = "tests/cli/test_run.py::test_it"
 
 
-@pytest.mark.parametrize(("took", "slow", "over"), [(60.0, 1.0, False), (70.0, 1.0, True), (90.0, 1.5, False)])
+@pytest.mark.parametrize(
+    ("took", "slow", "over"), [(60.0, 1.0, False), (70.0, 1.0, True), (90.0, 1.5, False), (150.0, 3.0, False)]
+)
 def test_a_folder_is_over_its_budget_only_where_the_machine_is_not_slow(took: float, slow: float, over: bool) -> None:
     (row,) = seconds.table({TEST: took}, {TEST: slow}, KNOWN)
     assert (row.folder, row.took, row.over) == ("tests/cli", took, over)
