@@ -15,8 +15,7 @@ from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import option
 from fxpipe.plan.build_folder import PLAN
-from fxpipe.policy import POLICIES
-from fxpipe.policy.option import policy_help
+from fxpipe.policy import POLICIES, policy_help
 from fxpipe.schedule import schedule_text
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from fxpipe.observe.rates import rates_text, steps_made
 from fxpipe.options import option
 from fxpipe.plan.build_folder import load_plan, model_path, read_plan
 from fxpipe.plan.spec import Plan
-from fxpipe.policy.option import check_policy
+from fxpipe.policy import check_policy
 from fxpipe.runtime.options import KEPT, RunOptions
 from fxpipe.schedule import of_plan
 

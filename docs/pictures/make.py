@@ -27,8 +27,8 @@ from fxpipe.ir.wire import is_recv
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.policy import make as make_policy
+from fxpipe.policy.base import sight
 from fxpipe.policy.demand import Demand
-from fxpipe.policy.picture import sight
 from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import held

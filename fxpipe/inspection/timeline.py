@@ -8,11 +8,11 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.observe.rates import samples_of
-from fxpipe.policy.picture import sight_rows
+from fxpipe.policy.base import sight_rows
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.action import Action
-from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import ActionMemory, memory_of
+from fxpipe.simulator.of_build import expect
 from fxpipe.simulator.simulate import Simulation, simulate
 
 MINIBATCHES = 12

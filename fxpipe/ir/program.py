@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.ir.stage import Stage
 from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase, WatchedSpec
 from fxpipe.planner.cuts import Cuts
-from fxpipe.schedule.loss_scaling import FLOAT16
+from fxpipe.schedule.base import FLOAT16
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass put after its first input: no cut separates them

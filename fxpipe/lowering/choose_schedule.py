@@ -23,7 +23,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import PlanInput
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
-from fxpipe.schedule.loss_scaling import FLOAT16
+from fxpipe.schedule.base import FLOAT16
 from fxpipe.search import Counts, Question, Ranking, Sized, counted, microbatch_counts, schedules_of, search
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss

@@ -34,7 +34,7 @@ from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.schedule import of_plan
-from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
+from fxpipe.schedule.base import FLOAT16, check_loss_scaling
 from fxpipe.task.batch import Batch
 from fxpipe.task.hooks import Loss, Metrics, MetricsOfAll
 from fxpipe.task.model_view import of_parameters, without_values

@@ -20,14 +20,13 @@ from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Recomputation
-from fxpipe.policy import default_for
+from fxpipe.policy import default_for, policy_option
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.option import policy_option
 from fxpipe.policy.recipe import check_shares
 from fxpipe.schedule import Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.base import FLOAT16, check_loss_scaling
 from fxpipe.schedule.csv_rows import NAME, EndlessRows, RowsOfText
-from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.threads import threads_for
 
 if TYPE_CHECKING:

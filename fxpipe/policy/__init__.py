@@ -1,18 +1,18 @@
-"""Policies by name. Only `optimizers/`, which this does not import, needs torch."""
+"""Policies by name, and `--policy`. Only `optimizers/`, which this does not import, needs torch."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from inspect import signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxpipe.errors import PolicyError, near
-from fxpipe.policy.base import Policy, PredictingPolicy
+from fxpipe.options import option
+from fxpipe.policy.base import Policy, PredictingPolicy, sees
 from fxpipe.policy.costs import copies
 from fxpipe.policy.double_buffer import DoubleBuffer
 from fxpipe.policy.latest import Latest
 from fxpipe.policy.lwp import LinearWeightPrediction
-from fxpipe.policy.picture import sees
 from fxpipe.policy.pipeoptim import PipeOptim
 from fxpipe.policy.repair import REPAIRS
 from fxpipe.policy.spectrain import SpecTrain
@@ -79,15 +79,15 @@ def make(text: str) -> Policy:
             "pipeoptim+keep",
         )
     options_of_policy = POLICIES[name].options()
-    for option in options:
-        if not option:
+    for switch in options:
+        if not switch:
             raise PolicyError(f"'{text}' lacks an option after +", hint=f"{name} has: {', '.join(options_of_policy)}")
-        if option not in options_of_policy:
-            others = [other for other, kind in POLICIES.items() if option in kind.options()]
+        if switch not in options_of_policy:
+            others = [other for other, kind in POLICIES.items() if switch in kind.options()]
             hint = f"{name} has: {', '.join(options_of_policy)}"
             raise PolicyError(
-                f"policy '{name}' has no option '{option}'{near(option, options_of_policy)}",
-                hint=hint + (f"; {option} goes with: {', '.join(others)}" if others else ""),
+                f"policy '{name}' has no option '{switch}'{near(switch, options_of_policy)}",
+                hint=hint + (f"; {switch} goes with: {', '.join(others)}" if others else ""),
             )
     repairs = tuple(repair for repair in REPAIRS.values() if repair.name in options)
     return POLICIES[name](repairs=repairs, **dict.fromkeys((o for o in options if o not in REPAIRS), True))
@@ -107,6 +107,33 @@ def default_for(schedule: Schedule, momentum: bool = False) -> str:
         return Latest.name
     feedback = momentum and most_missed(schedule) <= 1
     return f"{SpecTrain.name}+ef" if feedback else SpecTrain.name
+
+
+def policy_option(default: str, **more: Any) -> Any:
+    """The field of a class of options; `default` is the default in words, `more` as for `option`."""
+    return option(None, "--policy", kind=_policy, metavar="NAME[+OPTION]", help=policy_help(default), **more)
+
+
+def policy_help(default: str) -> str:
+    """Its text in `--help`."""
+    return f"Which version of the weights forwards and backwards use: latest, stash, spectrain, … [default: {default}]"
+
+
+def check_policy(policy: str | Policy | None, schedule: Schedule) -> None:
+    """Refuse a wrong policy early. Accepts a name that only a model file may know.
+
+    Raises:
+        PolicyError: an unknown option, or a combination that makes no sense.
+    """
+    if isinstance(policy, str) and policy.split("+")[0] in POLICIES:
+        make(policy).check(schedule)
+
+
+def _policy(text: str) -> str:
+    """A policy's name with its options: `pipeoptim+keep`. A name that only the model file knows is accepted."""
+    if text.split("+")[0] in POLICIES:
+        make(text)
+    return text
 
 
 __all__ = ["POLICIES", "Policy", "PredictingPolicy", "copies", "default_for", "make", "register", "sees"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from fxpipe.plan.cost_records import PolicyTimes
-from fxpipe.policy.base import Policy
-from fxpipe.policy.picture import sight
+from fxpipe.policy.base import Policy, sight
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions, own_versions
 

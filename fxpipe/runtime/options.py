@@ -16,8 +16,8 @@ from fxpipe.errors import FxpipeError
 from fxpipe.options import absolute_paths, check, flags, inner, option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.planner.quantity import rate
+from fxpipe.policy import policy_option
 from fxpipe.policy.base import Policy
-from fxpipe.policy.option import policy_option
 from fxpipe.schedule import schedule_text
 from fxpipe.settings import pair
 from fxpipe.task.paced_scheduler import EPOCH

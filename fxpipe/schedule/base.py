@@ -1,9 +1,9 @@
-"""A schedule: the order of actions on every worker."""
+"""A schedule: the order of actions on every worker; and a table, which has the rows of its ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -13,10 +13,14 @@ from typing import ClassVar, TypeVar
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.graph import Graph, behind, chain
-from fxpipe.schedule.merge import merged, senders
+from fxpipe.schedule.graph import Graph, behind, chain, senders
+
+FLOAT16 = "fp16"
+"""The kind of autocast that needs a scaled loss, because gradients overflow or vanish."""
 
 T = TypeVar("T")
+_FIRST: dict[Phase, int] = {"B": 0, "F": 1, "W": 2}
+"""Of the actions that a rank with several workers could run now, it runs the first of these."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,7 @@ class Schedule(ABC):
     def _merged(self) -> list[list[Event]]:
         """The rows of one minibatch, by rank."""
         rows = [list(self.until(worker, 1)) for worker in range(self.workers)]
-        return merged(rows, self.placement, self.senders)
+        return _merged(rows, self.placement, self.senders)
 
     def until(self, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
         """The finite schedule of minibatches [start, stop): the endless one without later minibatches.
@@ -306,6 +310,80 @@ class Schedule(ABC):
             left -= action.phase == self.last_phase
             if left == 0:
                 return
+
+
+class Table(Schedule):
+    """A schedule with a flush that is given by the rows of its ranks.
+
+    Each rank flushes separately: it begins a minibatch when it has ended the one before.
+    """
+
+    synchronous: ClassVar[bool] = True
+
+    @abstractmethod
+    def rows(self) -> list[list[Event]]:
+        """Each rank's actions of minibatch 0."""
+
+    @cached_property
+    def table(self) -> list[list[Event]]:
+        """`rows`, computed once."""
+        return self.rows()
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        return (action for of, action in self.row(self.placement[worker], start) if of == worker)
+
+    def row(self, rank: int, start: int = 0) -> Iterator[Event]:
+        for minibatch in count(start):
+            yield from ((worker, action.of(minibatch)) for worker, action in self.table[rank])
+
+
+def check_loss_scaling(schedule: Schedule | type[Schedule], autocast: str | None) -> None:
+    """Refuse float16 with a schedule in which a worker updates before all gradients of the minibatch exist.
+
+    Raises:
+        ScheduleError: the step computes in float16 with such a schedule.
+    """
+    if autocast == FLOAT16 and not schedule.synchronous:
+        raise ScheduleError(
+            f"schedule '{schedule.name}' cannot train with --autocast fp16: a worker updates before the earlier "
+            "workers' gradients of that minibatch exist, and could not undo its update if one of them overflows",
+            hint="use --schedule 1f1b or gpipe, which update after all gradients exist, or --autocast bf16, which has "
+            "no scale",
+        )
+
+
+def _merged(
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], awaited: Callable[[int, Action], Iterable[Event]]
+) -> list[list[Event]]:
+    """The rows of the ranks, given the rows of the workers, if every action takes one unit of time.
+
+    A rank runs the action that can run first; of several, a backward, then a forward, then weight gradients, and in the
+    same phase the later worker's. Actions that can never run, because rows deadlock, are left out.
+
+    Args:
+        awaited: the actions on other workers for which one waits.
+    """
+    merged_rows: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
+    place = [0] * len(rows)
+    done: set[Event] = set()
+    while True:
+        now: list[Event] = []
+        for rank, row in enumerate(merged_rows):
+            ready = [
+                (worker, rows[worker][place[worker]])
+                for worker in range(len(rows))
+                if placement[worker] == rank and place[worker] < len(rows[worker])
+            ]
+            ready = [event for event in ready if done.issuperset(awaited(*event))]
+            if ready:
+                chosen = min(ready, key=lambda event: (_FIRST[event[1].phase], -event[0]))
+                row.append(chosen)
+                now.append(chosen)
+        if not now:
+            return merged_rows
+        for worker, _ in now:
+            place[worker] += 1
+        done.update(now)
 
 
 def divisors(number: int) -> list[int]:

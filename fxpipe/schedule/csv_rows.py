@@ -23,9 +23,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.base import Schedule, Table
 from fxpipe.schedule.order import marked, picture, play, read
-from fxpipe.schedule.table import Table
 
 ENDING = ".csv"
 NAME = "csv"

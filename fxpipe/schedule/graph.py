@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fxpipe.plan.spec import EdgeSpec
+from fxpipe.schedule.action import Action, Event
 
 Graph = tuple[tuple[int, ...], ...]
 """For each worker, those whose forwards its own waits for, without those that another of them waits for; () stands for
@@ -80,6 +81,18 @@ def behind(graph: Graph) -> Graph:
         for first in firsts:
             followers[first].append(worker)
     return tuple(map(tuple, followers))
+
+
+def senders(worker: int, action: Action, graph: Graph, behind: Graph) -> tuple[Event, ...]:
+    """The actions of the same microbatch on other workers whose messages an action waits for; W waits for none.
+
+    Args:
+        graph, behind: for each worker, those whose F its F waits for, and those whose B its B waits for. A worker's F
+            that waits for none needs the batch, which the F of worker 0 sends when it begins.
+    """
+    if action.phase == "F":
+        return tuple((first, action) for first in graph[worker] or ((0,) if worker else ()))
+    return tuple((later, action) for later in behind[worker]) if action.phase == "B" else ()
 
 
 def handed_on_by(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.table import Table
+from fxpipe.schedule.base import Table
 
 
 class Interleaved(Table):

@@ -14,9 +14,8 @@ from typing import ClassVar
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.graph import behind, chain
-from fxpipe.schedule.merge import senders
-from fxpipe.schedule.table import Table
+from fxpipe.schedule.base import Table
+from fxpipe.schedule.graph import behind, chain, senders
 
 
 class VShaped(Table):

@@ -30,7 +30,7 @@ from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.quantity import size
 from fxpipe.policy import POLICIES, Policy
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.picture import sight_rows
+from fxpipe.policy.base import sight_rows
 from fxpipe.schedule import make as make_schedule
 from fxpipe.tracing.torch_versions import standing
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fxpipe.cli.command import option_fields
 from fxpipe.errors import FxpipeError, PolicyError
 from fxpipe.options import changed, option
-from fxpipe.policy.option import policy_option
+from fxpipe.policy import policy_option
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.picture import sees
+from fxpipe.policy.base import sees
 from fxpipe.schedule import make as make_schedule
 
 Facts = dict[str, Any]

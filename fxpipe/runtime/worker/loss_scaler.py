@@ -20,7 +20,7 @@ from fxpipe.observe.record import ScaledStep
 from fxpipe.plan.spec import LOSS_SCALE, StepSpec
 from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.runtime.worker.setting import WorkerSetting
-from fxpipe.schedule.loss_scaling import check_loss_scaling
+from fxpipe.schedule.base import check_loss_scaling
 from fxpipe.torch_private import amp_update_scale_, unscale_and_check_
 
 GROWTH = 2.0
