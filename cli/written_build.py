@@ -26,7 +26,7 @@ from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.policy.recipe import choose
 from fxpipe.schedule import of_plan
 from fxpipe.schedule.graph import graph_text
-from fxpipe.simulator.forecast import forecast, late_instead
+from fxpipe.simulator.of_build import forecast, late_instead
 
 MOST_SHOWN = 4
 """How many of the compared schedules are shown: the best one and the next three."""

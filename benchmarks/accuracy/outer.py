@@ -16,7 +16,7 @@ from training import make_optimizer, make_scheduler, snapshot
 from workloads import WORKLOADS, loss
 
 import fxpipe
-from fxpipe.codecs.outer_message import outer_bytes
+from fxpipe.codecs.packs import outer_bytes
 
 REPLICAS, OUTER_STEPS, SEEDS = 4, 20, (0, 1, 2)
 OPTIMIZERS = {"gpt": "adamw", "vgg": "sgd", "lstm": "sgd"}

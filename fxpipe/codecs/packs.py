@@ -17,9 +17,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.codec import Codec, EdgeState
+from fxpipe.codecs import codec as make_codec
+from fxpipe.codecs.codec import OUTER, Codec, EdgeState
 from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
-from fxpipe.plan.spec import TensorSpec
+from fxpipe.plan.spec import Plan, TensorSpec
 
 
 def gains(codec: Codec, tensor: TensorSpec) -> bool:
@@ -132,6 +133,30 @@ class DifferencePack:
         for name, layout in self._layouts.items():
             tensors[name] = torch.add(bases[name], tensors[name], out=layout.empty(block.device))
         return tensors
+
+
+def outer_message(text: str, specs: Mapping[str, TensorSpec]) -> EncodedPack:
+    """The message of one replica: each parameter encoded if that saves bytes.
+
+    Raises:
+        CodecError: there is no such codec.
+    """
+    codec = make_codec(text)
+    return EncodedPack(specs, codec, [name for name, spec in specs.items() if gains(codec, spec)], OUTER)
+
+
+def outer_bytes(plan: Plan, worker: int, text: str) -> float:
+    """The bytes that each replica of a worker sends in an outer step with this codec, or with '' for none.
+
+    Without one, R replicas add up vectors, and each sends 2(R − 1)/R of them; else each sends a message to all others.
+
+    Raises:
+        CodecError: there is no such codec.
+    """
+    replicas, trained = plan.replicas_of(worker), {p.name: p.tensor for p in plan.owned(worker) if p.trained}
+    if text:
+        return (replicas - 1) * outer_message(text, trained).bytes
+    return 2 * (replicas - 1) / replicas * sum(spec.bytes for spec in trained.values())
 
 
 def _aligned(size: int) -> int:

@@ -16,15 +16,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.costs.node_costs_file import doubt
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt, fingerprint, read
 from fxpipe.costs.timer import Rounds
-from fxpipe.errors import CaptureError
+from fxpipe.errors import BuildError, CaptureError
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.printer import call_text, heading
 from fxpipe.ir.program import Program, info
@@ -61,6 +62,50 @@ class Yardstick:
     def of(program: Program, seconds: Mapping[str, float]) -> Yardstick:
         """Of a program whose nodes took these seconds, by name."""
         return Yardstick(program, {p: sum(seconds[n.name] for n in program if info(n).phase == p) for p in PHASES})
+
+
+def node_costs(
+    program: Program,
+    threads: int | None = None,
+    known: Path | None = None,
+    repeats: int | None = None,
+    yardstick: Yardstick | None = None,
+) -> MeasuredCosts:
+    """An earlier compile's costs if they are for this program and not in doubt, else new ones.
+
+    Forward and backward are run on the model's own device.
+
+    Args:
+        threads: CPU threads while measuring: as many as one worker will have.
+        known: where an earlier compile may have saved its costs.
+        repeats: runs after the warm-up; None adapts them to the step's length.
+        yardstick: makes new costs comparable with its own; what an earlier compile saved is not, and then not used.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
+    """
+    mark = fingerprint(program, device_name(program.device), threads or torch.get_num_threads())
+    warnings: tuple[str, ...] = ()
+    if known is not None and yardstick is None:
+        try:
+            costs = read(known, mark)
+            complete = costs is not None and costs.seconds.keys() == {n.name for n in program}
+            if costs is not None and complete and not _doubts(costs.ratios):
+                return costs
+        except BuildError as error:
+            warnings = (f"{error.what} ({error.where}); they are measured again",)
+    seconds, ratios, spread = measure(program, threads, repeats, yardstick)
+    return MeasuredCosts(mark, seconds, ratios, spread, (*warnings, *_doubts(ratios)))
+
+
+def _doubts(ratios: Mapping[str, float]) -> tuple[str, ...]:
+    names = {"F": "forward", "B": "backward"}
+    return tuple(
+        f"the times of {names[phase]}'s nodes add up to {1 / ratio:.2f} times what it takes as a whole; they were "
+        "scaled to fit, but the machine may have been busy: compile again when it is not"
+        for phase, ratio in ratios.items()
+        if doubt(ratio)
+    )
 
 
 def measure(

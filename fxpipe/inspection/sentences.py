@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.codecs import CODECS
-from fxpipe.codecs.outer_message import outer_bytes
+from fxpipe.codecs.packs import outer_bytes
 from fxpipe.inspection.table import plural
 from fxpipe.observe.rates import samples_of
 from fxpipe.plan.cost_records import EngineTime

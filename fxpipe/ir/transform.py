@@ -5,18 +5,22 @@ The runner verifies, observers count and dump; none of it is code in a pass.
 
 from __future__ import annotations
 
+import gc
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.law import verify
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Level, Program
+
+YOUNG = 50_000
+"""Objects made before the collector looks at them; Python's own 700 cost a third of the passes' time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,21 @@ class Applied:
 
 
 Observer = Callable[[Applied], None]
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Inside, Python's collector of cycles runs rarely; if it is off, it stays off.
+
+    While graphs are built, there are many small objects, none of them garbage.
+    """
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(YOUNG, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @rarely_collected()

@@ -18,7 +18,7 @@ from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
-from fxpipe.simulator.forecast import forecast
+from fxpipe.simulator.of_build import forecast
 
 WORTH = 0.02
 """How much faster a pipeline must become for codecs that lose something to be worth it."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.costs.node_costs import node_costs
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt
-from fxpipe.costs.node_times import Yardstick
+from fxpipe.costs.node_times import Yardstick, node_costs
 from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions

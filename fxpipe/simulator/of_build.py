@@ -1,11 +1,11 @@
-"""A build as a scenario: the costs of its stages, its edges, its weight copies, and the sums over its replicas."""
+"""Forecasts a run of a build: its stages, edges, weight copies and sums over replicas as a scenario, simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpipe.codecs.outer_message import outer_bytes
+from fxpipe.codecs.packs import outer_bytes
 from fxpipe.errors import BuildError
 from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.plan.spec import BucketSpec, EdgeSpec, Phase, Plan
@@ -14,8 +14,56 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
 from fxpipe.policy.copy_messages import STEADY, CopyMessages, Filling
 from fxpipe.policy.demand import Demand
+from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.schedule import Async, AsyncLate
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
+from fxpipe.simulator.simulate import Simulation, simulate, steady_minibatches
+
+
+def forecast(
+    plan: Plan, costs: BuildCosts, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
+) -> Simulation:
+    """Simulate a build on the links it was planned for, with the measured times of its stages if it has them.
+
+    Args:
+        schedule, policy: None means the build's own.
+        links: to use instead.
+
+    Raises:
+        BuildError: the costs are empty, as in a loaded build without `costs.json`.
+    """
+    return expect(plan, replace(costs, links=links or costs.links), choose(plan, schedule, policy))[1]
+
+
+LEAST = 0.98
+"""A schedule with late updates is worth its staleness if its time is at most this share of the other schedule's."""
+
+
+def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, float] | None:
+    """A schedule with late updates that is faster than the build's own, whose updates wait for sums over replicas; None
+    if there is none.
+
+    Args:
+        seconds: of a minibatch with the build's own schedule.
+
+    Returns:
+        Its name, and its seconds for a minibatch.
+    """
+    if plan.dp == 1 or plan.schedule != Async.name:
+        return None
+    late_seconds = forecast(plan, costs, schedule=AsyncLate.name, policy=plan.policy).seconds_per_minibatch
+    return (AsyncLate.name, late_seconds) if late_seconds < LEAST * seconds else None
+
+
+def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
+    """The scenario that `forecast` simulates, and the simulation, for a build and a recipe.
+
+    Raises:
+        BuildError: like `forecast`.
+    """
+    scenario = scenario_of(plan, costs, recipe.demand)
+    return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
 
 
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:

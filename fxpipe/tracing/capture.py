@@ -27,8 +27,8 @@ from torch import fx, nn
 
 from fxpipe import user_lines
 from fxpipe.errors import CaptureError, FxpipeError, listed
-from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import rarely_collected
 from fxpipe.messages import silenced
 from fxpipe.plan.spec import LeafSpec, TensorSpec, WatchedSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state

@@ -16,10 +16,9 @@ from small_models import CASES
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.costs import node_costs
 from fxpipe.costs import node_times as clock
-from fxpipe.costs.node_costs import node_costs as found
 from fxpipe.costs.node_times import measure
+from fxpipe.costs.node_times import node_costs as found
 from fxpipe.costs.timer import Rounds
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program, info
@@ -207,7 +206,7 @@ def test_two_halves_of_the_rounds_say_how_far_times_spread() -> None:
 def test_a_ratio_far_from_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     program = folded("function")
     even = dict.fromkeys([n.name for n in program], 1e-3)
-    monkeypatch.setattr(node_costs, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}, 0.0))
+    monkeypatch.setattr(clock, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}, 0.0))
     (warning,) = found(program).warnings
     assert warning.startswith("the times of backward's nodes add up to 0.50 times what it takes as a whole")
 
@@ -231,7 +230,7 @@ def test_known_costs_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program, path = folded("function"), tmp_path / "node_costs.json"
     measured = dataclasses.replace(found(program, repeats=1), ratios={"F": 1.0, "B": 0.9}, warnings=())
     path.write_text(measured.to_json())
-    monkeypatch.setattr(node_costs, "measure", never)
+    monkeypatch.setattr(clock, "measure", never)
     assert found(program, known=path) == measured
     with pytest.raises(AssertionError, match="measured again"):
         found(program, known=path, threads=7)
@@ -242,7 +241,7 @@ def test_known_costs_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_doubtful_costs_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, path = folded("function"), tmp_path / "node_costs.json"
     path.write_text(dataclasses.replace(found(program, repeats=1), ratios={"F": 1.0, "B": 2.0}).to_json())
-    monkeypatch.setattr(node_costs, "measure", never)
+    monkeypatch.setattr(clock, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):
         found(program, known=path)
 

@@ -247,7 +247,7 @@ def test_so_much_of_the_timeline_as_a_page_holds(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_forecast_is_the_compiles(looked_at: Subject, found: dict[str, Any]) -> None:
-    from fxpipe.simulator.forecast import forecast
+    from fxpipe.simulator.of_build import forecast
 
     expected = forecast(looked_at.plan, looked_at.costs)
     assert found["forecast"]["milliseconds"] == 1e3 * expected.seconds_per_minibatch

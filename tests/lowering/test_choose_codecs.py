@@ -23,7 +23,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.planner.device import CPU
 from fxpipe.planner.links import Links, matrix
-from fxpipe.simulator.forecast import forecast
+from fxpipe.simulator.of_build import forecast
 from fxpipe.task.step_hooks import StepHooks
 
 WIDTH, BATCH = 256, 64

@@ -18,7 +18,7 @@ from fxpipe.planner.device import CPU
 from fxpipe.planner.links import Links
 from fxpipe.schedule import SCHEDULES
 from fxpipe.search import Counts, schedules_of
-from fxpipe.simulator.forecast import forecast
+from fxpipe.simulator.of_build import forecast
 from fxpipe.task.batch import Batch
 
 

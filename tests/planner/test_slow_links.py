@@ -13,7 +13,7 @@ import fxpipe
 from fxpipe.builds.build import Build
 from fxpipe.ir.program import Program
 from fxpipe.planner.links import Links
-from fxpipe.simulator.forecast import forecast
+from fxpipe.simulator.of_build import forecast
 from fxpipe.task.batch import split
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

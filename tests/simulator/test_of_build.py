@@ -17,8 +17,7 @@ from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.wired import WiredTransport
-from fxpipe.simulator.forecast import forecast
-from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.of_build import forecast, scenario_of
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.script import scripts
 from fxpipe.simulator.simulate import simulate

@@ -8,16 +8,15 @@ import pytest
 from cached import captured
 
 import fxpipe
-from fxpipe.codecs.outer_message import outer_message
+from fxpipe.codecs.packs import outer_message
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.spec import OuterSpec
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory
 from fxpipe.policy.recipe import choose
 from fxpipe.schedule import make
-from fxpipe.simulator.forecast import forecast, late_instead
 from fxpipe.simulator.memory import peak_bytes
-from fxpipe.simulator.of_build import exposed_sums
+from fxpipe.simulator.of_build import exposed_sums, forecast, late_instead
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
 

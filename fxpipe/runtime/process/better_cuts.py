@@ -261,7 +261,7 @@ class BetterCuts:
 
 def _forecast(plan: Plan, costs: BuildCosts, options: RunOptions) -> float:
     """The seconds of a minibatch."""
-    from fxpipe.simulator.forecast import forecast  # it imports torch
+    from fxpipe.simulator.of_build import forecast  # it imports torch
 
     policy = None if options.policy is None else str(options.policy)
     return forecast(plan, costs, schedule=options.schedule, policy=policy).seconds_per_minibatch

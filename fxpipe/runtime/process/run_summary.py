@@ -36,8 +36,8 @@ from fxpipe.runtime.worker.loss_scaler import LossScaler, Scale
 from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.settings import read
-from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.memory import peak_bytes
+from fxpipe.simulator.of_build import expect
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.task.several_optimizers import parts_of
 from fxpipe.threads import cores
