@@ -61,11 +61,11 @@ class Manifest:
         if not isinstance(self.run.get("values", {}), dict):
             raise CheckpointError("run has values that no option can have")
         arguments = self.run.get("arguments")
-        known = {
+        values_of_options = {
             "settings": ("=", self.run.get("settings", ())),
             "arguments": ("", () if arguments is None else arguments),
         }
-        for name, (within, texts) in known.items():
+        for name, (within, texts) in values_of_options.items():
             if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) and within in t for t in texts):
                 raise CheckpointError(f"run has malformed {name}")
 
@@ -108,8 +108,8 @@ def check_replaceable(folder: Path) -> None:
         OSError: the folder cannot be read.
     """
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name} if folder.exists() else set()
-    own = {MANIFEST, *read_manifest(folder).files} if MANIFEST in there else set()
-    if foreign := sorted(there - own):
+    of_checkpoint = {MANIFEST, *read_manifest(folder).files} if MANIFEST in there else set()
+    if foreign := sorted(there - of_checkpoint):
         raise CheckpointError(
             f"{folder} exists and {'holds' if folder.is_dir() else 'is'} {listed(foreign, 5)}, which a checkpoint "
             "would delete",

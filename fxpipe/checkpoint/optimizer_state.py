@@ -61,44 +61,44 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     }
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State], names: Mapping[int, str]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, states: Iterable[State], names: Mapping[int, str]) -> None:
     """Load what `optimizer_state` returned, on one worker or on several.
 
     A parameter that was not trained there starts without a state. It takes the options of its group from the group's
     other parameters or, if none of them was trained, from the group at the same place.
 
     Args:
-        found: of the same worker if the cuts are the same, else of all workers.
+        states: of the same worker if the cuts are the same, else of all workers.
 
     Raises:
         RunError: some state does not fit other cuts or other parameters.
     """
-    found = list(found)
-    groups = {name: group["options"] for each in found for group in each["groups"] for name in group["params"]}
-    state = {name: held for each in found for name, held in each["state"].items()}
-    alike = {len(each["groups"]) for each in found} == {len(optimizer.param_groups)}
+    states = list(states)
+    groups = {name: group["options"] for each in states for group in each["groups"] for name in group["params"]}
+    state = {name: held for each in states for name, held in each["state"].items()}
+    alike = {len(each["groups"]) for each in states} == {len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
         of_group = [names[id(p)] for p in group["params"]]
         there = next((groups[name] for name in of_group if name in groups), None)
         if there is None and alike:  # schedulers are equally far on all workers
-            there = found[0]["groups"][number]["options"]
+            there = states[0]["groups"][number]["options"]
         _set(group, there or {})
     for number, part in enumerate(parts_of(optimizer)):
-        own = [each["parts"][number] for each in found if number < len(each["parts"])]
-        if any("own" in each for each in own):
-            if len(own) != 1 or groups.keys() != {names[id(p)] for g in optimizer.param_groups for p in g["params"]}:
+        rows = [each["parts"][number] for each in states if number < len(each["parts"])]
+        if any("own" in each for each in rows):
+            if len(rows) != 1 or groups.keys() != {names[id(p)] for g in optimizer.param_groups for p in g["params"]}:
                 raise RunError(
                     f"{type(part).__name__} has its own form of state, which does not fit other cuts or "
                     "other parameters",
                     hint="resume with the build and the model file that the checkpoint was made with",
                 )
-            part.load_state_dict(own[0]["own"])
+            part.load_state_dict(rows[0]["own"])
             continue
         for group in part.param_groups:
             for parameter in group["params"]:
                 if names[id(parameter)] in state:
                     part.state[parameter] = _placed(state[names[id(parameter)]], parameter.device, group)
-        for each in own[:1]:
+        for each in rows[:1]:
             group = part.param_groups[0]
             device = next((p.device for p in group["params"]), torch.device("cpu"))
             part.state.update(_placed(each["others"], device, group))
@@ -119,8 +119,8 @@ def load_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
 def _refuse_methods(holder: object, attributes: Mapping[str, Any]) -> None:
     """Refuse attributes with the names of methods or properties, which they would replace."""
     for name in attributes:
-        known = getattr(type(holder), name, None)
-        if callable(known) or hasattr(known, "__set__"):
+        member = getattr(type(holder), name, None)
+        if callable(member) or hasattr(member, "__set__"):
             raise RunError(
                 f"the checkpoint has a value for {type(holder).__name__}.{name}, which is not a state but code",
                 hint="the checkpoint was changed after it was written: resume from another one",
@@ -147,11 +147,11 @@ def updated_in(state: State) -> set[str]:
 def scheduler_state(scheduler: Any) -> State | None:
     """A scheduler's `state_dict`; None if it has none that can be written: then its steps are repeated."""
     try:
-        found = scheduler.state_dict()
-        Encoder()(found)
+        state = scheduler.state_dict()
+        Encoder()(state)
     except (AttributeError, NotImplementedError, Unwritable):
         return None
-    return dict(found)
+    return dict(state)
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
@@ -175,9 +175,9 @@ def _part(part: torch.optim.Optimizer) -> OneOptimizer:
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         return {"own": part.state_dict()}
     shared = {id(p) for group in part.param_groups for p in group["params"]} | _ids(part.state)
-    own = {key: value for key, value in vars(part).items() if key not in _OF_ALL and not key.startswith("_optimizer_")}
+    fields = {k: v for k, v in vars(part).items() if k not in _OF_ALL and not k.startswith("_optimizer_")}
     return {
-        "attributes": {key: v for key, v in own.items() if _writable(v) and not _ids(v) & shared},
+        "attributes": {key: v for key, v in fields.items() if _writable(v) and not _ids(v) & shared},
         "others": {key: value for key, value in part.state.items() if not isinstance(key, Tensor)},
     }
 

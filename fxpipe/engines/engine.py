@@ -19,9 +19,8 @@ from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.derived_outputs import trim
 from fxpipe.stages.part_call import Function
-from fxpipe.stages.pure_function import Compute, PureFunction
+from fxpipe.stages.pure_function import Compute, PureFunction, in_stable_order
 from fxpipe.stages.pure_part import PurePart
-from fxpipe.stages.stable_order import in_stable_order
 
 
 class Engine(ABC):

@@ -54,9 +54,9 @@ class CheckedModel:
         path = folder / f"{self.name}.onnx"
         weights_file = write(path, self.model, self.weights, form)
         values = run_file(path, self.inputs)
-        found = compare(values, self.expected)
-        verdicts = {d.output: self.verdict(d, values) for d in found if not d.error <= self.limit}
-        wrong = [d for d in found if verdicts.get(d.output) == "wrong"]
+        differences = compare(values, self.expected)
+        verdicts = {d.output: self.verdict(d, values) for d in differences if not d.error <= self.limit}
+        wrong = [d for d in differences if verdicts.get(d.output) == "wrong"]
         if wrong or len(self.model.graph.output) != len(self.expected):
             raise ExportError(
                 f"{path.name} does not compute what the stage's own code computes: {in_words(wrong)}",
@@ -65,7 +65,7 @@ class CheckedModel:
                 if any(d.reason == NAN for d in wrong)
                 else "nothing was written; this is a defect of the export: please report it with the model",
             )
-        counted = [d for d in found if verdicts.get(d.output) != "rounding"]
+        counted = [d for d in differences if verdicts.get(d.output) != "rounding"]
         worst = max(counted, key=lambda d: d.error, default=Difference("", 0.0))
         taken = path.stat().st_size + (weights_file.stat().st_size if weights_file else 0)
         nodes = len(self.model.graph.node) + sum(len(f.node) for f in self.model.functions)

@@ -33,9 +33,8 @@ from fxpipe.stages.loaded import LoadedStage, load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.stages.part_call import Function, PartCall, PartResult
-from fxpipe.stages.pure_function import in_float64
+from fxpipe.stages.pure_function import in_float64, in_stable_order
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
-from fxpipe.stages.stable_order import in_stable_order
 
 OPSET = 20
 PIPELINE = "pipeline"

@@ -144,19 +144,19 @@ def measure_links(workers: int = 2, total: int = NEAR, say: Callable[[str], None
         command = [sys.executable, "-P", "-m", "fxpipe.measure.links", folder, str(total)]
         processes: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = [None]
-        said = ""
+        progress = ""
         try:
             for rank in range(workers):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
-                own: dict[str, Any] = {"env": {**os.environ, **place}, "start_new_session": True}
-                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, **own))
+                setting: dict[str, Any] = {"env": {**os.environ, **place}, "start_new_session": True}
+                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, **setting))
                 guardian.guard(processes[-1].pid)
             while None in codes and not any(codes):
                 time.sleep(0.05)
                 codes = [process.poll() for process in processes]
-                before, said = said, board.get(SAID) or ""
-                if said != before:
-                    say(said)
+                before, progress = progress, board.get(SAID) or ""
+                if progress != before:
+                    say(progress)
         finally:
             for process in processes:
                 process.kill()
@@ -290,7 +290,7 @@ class _End:
         """
         message = torch.zeros(size, dtype=torch.uint8, device=self.wires.device)
         answer = message[:1].clone()
-        given, way, other = (message, self.there, self.back) if self.sends else (answer, self.back, self.there)
+        value, way, other = (message, self.there, self.back) if self.sends else (answer, self.back, self.there)
         pending: deque[Any] = deque()
         sent: list[Any] = []
         begin, processor = 0.0, time.process_time()
@@ -298,10 +298,10 @@ class _End:
             while len(pending) < min(AHEAD, count - i):
                 pending.append(self.wires.irecv(len(answer if self.sends else message), torch.uint8, other))
                 if self.sends:
-                    sent.append(self.wires.isend(given, way))
+                    sent.append(self.wires.isend(value, way))
             self._take(pending.popleft())
             if not self.sends:
-                sent.append(self.wires.isend(given, way))
+                sent.append(self.wires.isend(value, way))
             if i == AHEAD - 1:  # the first ones came while the sender was still starting
                 begin = time.perf_counter()
         rate = 0.0 if self.sends else (count - AHEAD) * size / (time.perf_counter() - begin)

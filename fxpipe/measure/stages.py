@@ -86,14 +86,14 @@ def measure_stages(
         calls = record_calls(plan, load_stages(plan, folder), build.tensors, batch_leaves)
         values = {name: value for call in calls.values() for name, value in call.received.items()}
         del calls
-        found = []
+        times = []
         for rank in range(plan.workers):
             say(f"timing stage {rank + 1} of {plan.workers}")
             transport = _Ready(plan, rank, recipe.demand, values, weights, device)
-            made = of_parameters(optimizer, build.model) or default_optimizer
-            worker = _Worker(plan, folder, rank, recipe, transport, made, device)
-            found.append(worker.measure(leaves, repeats))
-    return tuple(found)
+            of_worker = of_parameters(optimizer, build.model) or default_optimizer
+            worker = _Worker(plan, folder, rank, recipe, transport, of_worker, device)
+            times.append(worker.measure(leaves, repeats))
+    return tuple(times)
 
 
 class _Ready(Transport):
@@ -159,9 +159,9 @@ class _Worker:
         device: torch.device,
     ) -> None:
         def still(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-            made = one_optimizer(optimizer(named))
-            hold_still(made)
-            return made
+            whole = one_optimizer(optimizer(named))
+            hold_still(whole)
+            return whole
 
         self.plan = plan
         self.recipe = recipe.of_worker(rank)

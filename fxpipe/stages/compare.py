@@ -120,10 +120,12 @@ def compare(
         nan_equals_nan: whether an expected NaN is right; if not, an output that should have one counts as wrong.
     """
     floors = _floors(expected)
-    made = [
+    differences = [
         _difference(name, found.get(name), row.value, floors[name], nan_equals_nan) for name, row in expected.items()
     ]
-    return made + [Difference(n, math.inf, "is an output that is not expected") for n in found if n not in expected]
+    return differences + [
+        Difference(n, math.inf, "is an output that is not expected") for n in found if n not in expected
+    ]
 
 
 def in_words(differences: Sequence[Difference], most: int = 5) -> str:
@@ -174,8 +176,8 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
             return Difference(name, math.inf, NAN)
         if not torch.equal(expected.isnan(), found.isnan()):
             return Difference(name, math.inf, "is NaN in other places")
-        known = ~expected.isnan()
-        found, expected = found[known], expected[known]
+        numbers = ~expected.isnan()
+        found, expected = found[numbers], expected[numbers]
     if found.isnan().any():
         return Difference(name, math.inf, f"is NaN in {int(found.isnan().sum())} of {found.numel()} elements")
     infinite = expected.isinf() | found.isinf()

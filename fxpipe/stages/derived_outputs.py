@@ -28,16 +28,16 @@ class TrimmedPart:
     Attributes:
         inner: what the engine computes, with each input that it reads and each output that it must make once.
         takes: the indices of the part's inputs that `inner` takes.
-        rest: makes all outputs of the part from all its inputs and the outputs of `inner`.
+        derive: makes all outputs of the part from all its inputs and the outputs of `inner`.
     """
 
     inner: PurePart
     takes: tuple[int, ...]
-    rest: fx.GraphModule
+    derive: fx.GraphModule
 
     def finish(self, inputs: Sequence[Tensor], computed: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The part's outputs."""
-        result: tuple[Tensor, ...] = self.rest(*inputs, *computed)
+        result: tuple[Tensor, ...] = self.derive(*inputs, *computed)
         return result
 
 
@@ -67,7 +67,7 @@ def trim(part: PurePart) -> TrimmedPart:
         outputs=tuple(rows[b] for b in order),
         draws=(),
     )
-    return TrimmedPart(small, takes, _rest(part.graph, outputs, order))
+    return TrimmedPart(small, takes, _derive(part.graph, outputs, order))
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -101,7 +101,7 @@ def _row(base: fx.Node, output: PartOutput) -> PartOutput:
     return replace(output, tensor=tensor_spec(base.meta["val"]))
 
 
-def _rest(root: fx.GraphModule, outputs: Sequence[fx.Node], computed: Sequence[fx.Node]) -> fx.GraphModule:
+def _derive(root: fx.GraphModule, outputs: Sequence[fx.Node], computed: Sequence[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in root.graph.nodes:

@@ -83,34 +83,33 @@ class Minibatches:
         leaves = [self.splitter.leaves_of(part) for part in parts]
         if compare is not None:
             compare(minibatch, number_of([self.splitter.read_of(part) for part in parts]))
-        made: dict[str, list[Any]] = {}
+        computed: dict[str, list[Any]] = {}
         if self._plan.step.totals is not None:
-            made.update(self._added_up(self._plan.step.totals, leaves))
+            computed.update(self._added_up(self._plan.step.totals, leaves))
         if self._loss_weight is not None:
-            made[LOSS_WEIGHT] = [torch.empty(())] * len(parts)
-            for own in self._shares:
-                made[LOSS_WEIGHT][own] = weights_of(self._loss_weight, parts[own], minibatch, self._plan.device)
+            computed[LOSS_WEIGHT] = [torch.empty(())] * len(parts)
+            for share in self._shares:
+                computed[LOSS_WEIGHT][share] = weights_of(self._loss_weight, parts[share], minibatch, self._plan.device)
         if self._plan.scales_loss:
             scale = torch.full((), TRIED_SCALE / self._plan.loss_divisor, device=self._plan.device)
-            made[LOSS_SCALE] = [scale] * len(parts)
-        rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
-        return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
+            computed[LOSS_SCALE] = [scale] * len(parts)
+        return [(*of_user, *(computed[name][j] for name in self._made)) for j, of_user in enumerate(leaves)]
 
     def _added_up(self, step: StepSpec, leaves: Sequence[tuple[Any, ...]]) -> dict[str, list[Tensor]]:
         """Each total, once for every microbatch; if replicas train separately, over the microbatches of its replica."""
 
         def add(part: tuple[Any, ...], totals: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            given = {**dict(zip(self._names, part, strict=True)), **totals}
-            made: tuple[Tensor, ...] = self._function((), buffers, tuple(given[n] for n in self._arguments), None)
-            return made
+            values = {**dict(zip(self._names, part, strict=True)), **totals}
+            terms: tuple[Tensor, ...] = self._function((), buffers, tuple(values[n] for n in self._arguments), None)
+            return terms
 
         buffers = tuple(self._tensors[name] for name in self._read)
-        found: dict[str, list[Any]] = {name: [None] * len(leaves) for name in step.metrics}
+        rows: dict[str, list[Any]] = {name: [None] * len(leaves) for name in step.metrics}
         with torch.no_grad():
-            for own in self._shares:
-                for name, total in totals_of(add, leaves[own], step.metrics, self._taken).items():
-                    found[name][own] = [total] * len(found[name][own])
-        return found
+            for share in self._shares:
+                for name, total in totals_of(add, leaves[share], step.metrics, self._taken).items():
+                    rows[name][share] = [total] * len(rows[name][share])
+        return rows
 
 
 class ShapedMinibatches:
@@ -170,10 +169,10 @@ def number_of(parts: Sequence[Sequence[Any]]) -> int:
         flat = leaf.detach().reshape(-1)
         sampled = flat[:: max(1, len(flat) // SAMPLED)].contiguous()
         some.setdefault(leaf.device, []).append(sampled.view(torch.uint8))
-    found = 0
+    checksum = 0
     for of_device in some.values():
-        found = zlib.crc32(torch.cat(of_device).cpu().numpy().tobytes(), found)
-    return found
+        checksum = zlib.crc32(torch.cat(of_device).cpu().numpy().tobytes(), checksum)
+    return checksum
 
 
 def totals_of(
@@ -205,14 +204,14 @@ def weights_of(hook: LossWeight, parts: Sequence[Batch], minibatch: int, device:
     Raises:
         TaskError: the hook failed, or returned something that is not a weight.
     """
-    found = [weight_of(hook, part.given) for part in parts]
-    mean = math.fsum(found) / len(found)
-    if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
+    weights = [weight_of(hook, part.given) for part in parts]
+    mean = math.fsum(weights) / len(weights)
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or mean == 0:
         raise TaskError(
-            f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
+            f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in weights)} in step {minibatch + 1}",
             hint="return weights of 0 or more, not all 0",
         )
-    return [torch.full((), w / mean, dtype=torch.float32, device=device) for w in found]
+    return [torch.full((), w / mean, dtype=torch.float32, device=device) for w in weights]
 
 
 def evenly(batch: Any) -> float:

@@ -1,4 +1,4 @@
-"""A pure part as a function that replaces the emitted one: computed by an engine, or in float64."""
+"""Functions that replace an emitted one: computed by an engine, or in float64; and one that sorts stably."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch import Tensor, fx
 from fxpipe.codecs import codec
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
+from fxpipe.stages.part_call import Function
 from fxpipe.stages.pure_part import PurePart
-from fxpipe.torch_private import TorchDispatchMode, pytree
+from fxpipe.torch_private import LightDispatchMode, TorchDispatchMode, pytree
+
+aten = torch.ops.aten
 
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a part's outputs from its inputs, both in the part's order."""
@@ -125,3 +128,36 @@ def all_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def in_stable_order(function: Function) -> Function:
+    """The function with a stable `sort` and `topk`: equal elements, such as tokens with one expert, keep their order.
+
+    ONNX promises that, and PyTorch does not.
+    """
+
+    def call(weights: Any, buffers: Any, third: Any, comm: Any) -> Any:
+        with _StableOrder():
+            return function(weights, buffers, third, comm)
+
+    return call
+
+
+class _StableOrder(LightDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.sort.default:
+            return _sort(*args, **kwargs)
+        if func is aten.topk.default:
+            return _topk(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+    return values, indices
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, indices = _sort(x, dim, largest)
+    return values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()

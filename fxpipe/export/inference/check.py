@@ -41,15 +41,15 @@ def check_chain(
     limit = tolerance([*(p.dtype for p in held.model.parameters()), *(port.dtype for port in stages[-1].outputs)])
     worst = 0.0
     for trial in trials:
-        found = compare(trial.values, trial.expected, nan_equals_nan=True)
-        wrong = [d for d in found if not d.error <= limit]
+        differences = compare(trial.values, trial.expected, nan_equals_nan=True)
+        wrong = [d for d in differences if not d.error <= limit]
         if wrong:
             raise ExportError(
                 "the outputs of the exported stages differ from the model's own "
                 f"(by more than {limit:g}): {in_words(wrong)}",
                 where=f"batch size {trial.rows}",
             )
-        worst = max([worst, *(d.error for d in found)])
+        worst = max([worst, *(d.error for d in differences)])
     return worst, tuple(trial.rows for trial in trials if trial.rows is not None)
 
 
@@ -65,12 +65,12 @@ def _trials(
         tensors = call.tensors if rows is None or rows == call.size else call.resized(rows)
         try:
             with untouched(held):  # the inputs are copies: a model may change them, and return its buffers
-                made = [value.clone() for value in call.make(held.model, [t.clone() for t in tensors])]
+                outputs = [value.clone() for value in call.make(held.model, [t.clone() for t in tensors])]
         except Exception:
             if rows == call.size:
                 raise
             continue
         values = {port.name: tensors[i] for port, i in zip(stages[0].inputs, graph.used, strict=True)}
-        rights = zip(stages[-1].outputs, made, strict=True)
+        rights = zip(stages[-1].outputs, outputs, strict=True)
         trials.append(_Trial(rows, values, {port.name: Expected(v, peers=port.name) for port, v in rights}))
     return trials
