@@ -187,8 +187,7 @@ class _Copier:
     """Copies nodes with the ancestors they need; each once per worker and phase.
 
     W does not repeat what B has computed again, unless it is made only from weights: B hands it over. Of a tuple, B
-        takes
-    the elements that W reads: tensors are handed over, never tuples.
+    takes the elements that W reads: tensors are handed over, never tuples.
     """
 
     def __init__(self, graph: fx.Graph, kinds: Kinds) -> None:

@@ -18,11 +18,7 @@ _HALF_MAX = 65504.0
 
 
 class Cast(Codec):
-    """Writes every number in another dtype, rounded to nearest.
-
-    Attributes:
-        to: the dtype, of two bytes.
-    """
+    """Writes every number in a dtype of two bytes, `to`, rounded to nearest."""
 
     to: ClassVar[str]
 

@@ -32,13 +32,7 @@ def gains(codec: Codec, tensor: TensorSpec) -> bool:
 
 
 class EncodedPack:
-    """One message: some tensors encoded, the others as they are.
-
-    Args:
-        specs: of all tensors, by name, in the order of the message.
-        codec: encodes; None if no tensor is encoded.
-        encoded: the names of the encoded tensors.
-        kind: what the codec is used for.
+    """One message: some tensors `encoded`, for this `kind` of edge, the others as they are, in the order of `specs`.
 
     Attributes:
         bytes: the exact size of the message.
@@ -58,12 +52,7 @@ class EncodedPack:
         self.bytes = self._pack.bytes
 
     def pack(self, tensors: Mapping[str, Tensor], states: Mapping[str, EdgeState]) -> Tensor:
-        """A new block.
-
-        Args:
-            tensors: all, by name.
-            states: of encoded tensors, by name; codecs that keep a state change them.
-        """
+        """A new block; codecs that keep a state change those of the encoded tensors."""
         values = []
         for name in self.sizes:
             value = tensors[name].detach()
@@ -82,16 +71,10 @@ class EncodedPack:
 
 
 class DifferencePack:
-    """One message of weights: some tensors whole, the others as differences.
+    """One message of weights in the order of `specs`: some tensors whole, the others as differences, which are encoded.
 
-    Args:
-        specs: of all tensors, by name, in the order of the message.
-        codec: writes the differences; None if there are none.
-        differences: the names of tensors that are sent as differences.
-        casts: the types in which others are sent, by name, if these are not their own.
-
-    Attributes:
-        bytes, sizes: as of `EncodedPack`.
+    `casts` are the types in which whole tensors are sent, by name, if these are not their own. `bytes` and `sizes` are
+    as of `EncodedPack`.
     """
 
     def __init__(
@@ -113,13 +96,11 @@ class DifferencePack:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """A new block, and the tensors that its receiver decodes from it.
 
+        The tensors must not be written to: some are views of the block.
+
         Args:
-            tensors: all, by name.
             bases: the receiver's values, at least of tensors that are sent as differences; not changed.
             place: identifies this message, with the run's seed, for the codec's random numbers.
-
-        Returns:
-            The block, and by name tensors that must not be written to: views of the block, and new ones.
         """
         moved = {name: tensors[name].detach() - bases[name] for name in self.differences}
         states = {name: EdgeState(place=partial(tuple, (*place, name))) for name in self.differences}

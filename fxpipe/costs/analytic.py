@@ -75,11 +75,7 @@ FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(node: fx.Node, formulas: Mapping[str, Callable[..., int]] = FLOPS) -> float:
-    """The FLOPs of a node that multiplies matrices; 0 for all others.
-
-    Args:
-        formulas: those that take precedence over torch's.
-    """
+    """The FLOPs of a node that multiplies matrices, 0 for all others; `formulas` take precedence over torch's."""
     packet = getattr(node.target, "overloadpacket", None)
     formula = formulas.get(str(packet)) or flop_registry.get(packet)
     if formula is None:

@@ -26,13 +26,7 @@ BUDGET = 0.05
 def codec_times(
     texts: Iterable[str], device: str, measured: bool, threads: int | None, computed_for: Device
 ) -> dict[str, CodecTimes]:
-    """The times of each codec, by its text.
-
-    Args:
-        device: what the values are on.
-        measured: measured on this device, or computed for `computed_for`.
-        threads: CPU threads while measuring.
-    """
+    """The times of each codec, by its text: measured here with so many CPU threads, else `computed_for` a device."""
     times: dict[str, CodecTimes] = {}
     for text in texts:
         if not measured:

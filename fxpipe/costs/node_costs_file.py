@@ -92,9 +92,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
 def fingerprint(program: Program, device: str, threads: int) -> str:
     """A digest of everything that affects how long a program's nodes take: the same in every process.
 
-    Args:
-        device: its name, as `device_name` gives it.
-        threads: CPU threads while measuring.
+    `device` is as `device_name` gives it, `threads` the CPU threads while measuring.
     """
     import torch
 

@@ -76,10 +76,10 @@ def node_costs(
     Forward and backward are run on the model's own device.
 
     Args:
-        threads: CPU threads while measuring: as many as one worker will have.
-        known: where an earlier compile may have saved its costs.
-        repeats: runs after the warm-up; None adapts them to the step's length.
-        yardstick: makes new costs comparable with its own; what an earlier compile saved is not, and then not used.
+        threads: as many CPU threads as one worker will have.
+        known: where an earlier compile may have saved its costs; with a yardstick, to which they are not comparable,
+            they are not used.
+        repeats, yardstick: as for `measure`.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
@@ -158,12 +158,9 @@ def measure(
 
 @dataclass(frozen=True)
 class _PhaseTimes:
-    """The times of a phase.
+    """The times of a phase, as `measure` describes them.
 
     Attributes:
-        seconds: of each node, scaled to add up to the whole's.
-        ratio: the whole's time over the sum of its nodes'.
-        spread: the share of the phase that two halves of the rounds put on different sides of some node.
         taken: by all of its measured runs.
         meanwhile: the yardstick's fastest run in the same rounds; 0 if it has no such phase, or there is no yardstick.
     """

@@ -31,12 +31,9 @@ class Gap:
 
 
 def first_gap(program: Program, graph: Graph | None = None) -> Gap | None:
-    """The first gap, in the order of its phase, of a wired training step.
+    """The first gap, in the order of its phase, of a wired training step; by default of the graph that edges enforce.
 
     None for an evaluation: its caller keeps the workers in step.
-
-    Args:
-        graph: of the workers; None for the one that the program's edges enforce.
     """
     assert program.cuts is not None
     if program.phases == ("F",):
@@ -54,9 +51,6 @@ def _first_gap(program: Program, phase: Phase, awaited: Graph) -> Gap | None:
 
     Only values count that the sender sends once it is in step itself: an earlier value shows that it has begun, not
     that the workers for which it waits have. A worker that begins with the batch is in step when it has it.
-
-    Args:
-        awaited: for each worker, those for which it waits.
     """
     order: dict[fx.Node, int] = {}
     crossing: dict[tuple[int, int], list[fx.Node]] = {}

@@ -222,11 +222,7 @@ def _steps_backward(layer: LayerCall, gradients: list[Tensor | None], results: l
 def differentiated(
     steps: Callable[[LayerCall], Sequence[Tensor]], layer: LayerCall, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """The gradients of a layer's input, first states and weights, by autograd through what `steps` computes of it.
-
-    Args:
-        gradients: of the output and the last states; None for zeros.
-    """
+    """The gradients of a layer's input, first states and weights, by autograd through what `steps` computes of it."""
     leaves = [value.detach().requires_grad_() for value in (layer.input, *layer.hidden, *layer.weights)]
     detached = layer._replace(
         input=leaves[0], hidden=leaves[1 : 1 + len(layer.hidden)], weights=leaves[1 + len(layer.hidden) :]

@@ -53,11 +53,7 @@ class SavedProgram:
 
 
 def text_of(saved: SavedProgram, modules: Sequence[str]) -> str:
-    """A JSON object; each pass and each node is a line.
-
-    Args:
-        modules: those that define its operators.
-    """
+    """A JSON object; each pass and each node is a line. `modules` define its operators."""
     passes = ",\n".join(json.dumps({"name": step.name, **options_of(step)}) for step in saved.passes)
     head = json.dumps({"name": saved.name, "modules": modules})[:-1]
     return f'{head}, "passes": [\n{passes}\n], "program": {_text(saved.program)}}}'
@@ -75,9 +71,6 @@ def texts_of(file: str) -> tuple[str, ...]:
 
 def read_programs(source: Path | str, passes: Mapping[str, type[Pass]]) -> dict[str, SavedProgram]:
     """The programs of a file, or of its text, by name, the first step's first.
-
-    Args:
-        passes: by name.
 
     Raises:
         BuildError: the file is missing or damaged, or has another form; or an operator is not known here.

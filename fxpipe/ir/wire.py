@@ -33,11 +33,7 @@ def recv(sent: torch.Tensor) -> torch.Tensor:
 
 
 def pack(value: torch.Tensor, codec: str, edge: str | None) -> torch.Tensor:
-    """The codec's form of a value before it is sent.
-
-    Args:
-        edge: the edge whose state the sender's codec uses; None if it keeps none.
-    """
+    """The codec's form of a value before it is sent; `edge` is the one whose state the codec uses, if it keeps one."""
     return make_codec(codec).pack(value, None if edge is None else EdgeState(place=lambda: (edge,)))
 
 
@@ -51,8 +47,7 @@ def unpack(
 def all_reduce(bucket: str, gradients: Sequence[torch.Tensor | None]) -> None:
     """Hand a microbatch's gradients over, to be added up over microbatches and replicas; every replica gets the sums.
 
-    Args:
-        gradients: of the bucket's parameters; None for a parameter without one.
+    A gradient is None for a parameter without one.
     """
 
 

@@ -134,11 +134,7 @@ class Demand:
         return max((lag for reading in every if reading.owner == owner for lag in reading.lags), default=0)
 
     def version(self, reading: WeightReads, action: Action, start: int) -> int:
-        """How many updates the weights that an action reads have had.
-
-        Args:
-            start: the minibatch after the caller's last flush, 0 without one.
-        """
+        """How many updates the weights that an action reads have had; `start` is the minibatch after the last flush."""
         return max(start, action.minibatch - reading.lags[action.microbatch])
 
     def newest(self, action: Action, reader: int, owner: int, start: int) -> int:

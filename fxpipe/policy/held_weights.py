@@ -48,9 +48,6 @@ class HeldInRow:
     """Intervals of places, [first, end), in which a worker holds weights of so many bytes, by name.
 
     Each action of its row has two places: while its code runs, and after that.
-
-    Attributes:
-        reads: what actions read, by key.
     """
 
     def __init__(self, schedule: Schedule, row: Sequence[Action], sizes: Mapping[str, int]) -> None:

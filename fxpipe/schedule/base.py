@@ -206,11 +206,7 @@ class Schedule(ABC):
         return action.phase == self.last_phase and action.microbatch == self.microbatches - 1
 
     def updated_by(self, action: Action, start: int = 0) -> int | None:
-        """The minibatch whose update is part of this action; None if no update is.
-
-        Args:
-            start: the first minibatch after the pipeline was empty.
-        """
+        """The minibatch whose update is part of this action; None if none is, of those from `start` on."""
         minibatch = action.minibatch - self.late
         return minibatch if self.ends(action) and minibatch >= start else None
 
@@ -286,13 +282,9 @@ class Schedule(ABC):
         They keep the row's order, also while the pipeline fills again: the row is computed from a few minibatches
         earlier, so that its start has no effect any more.
         """
-        row = self.row(rank, self._again(step, start))
+        settled = 3 * self.filling + 4  # minibatches, as `Versions` studies it
+        row = self.row(rank, max(start, step - settled))
         return (event for event in row if event[1].minibatch >= step)
-
-    def _again(self, step: int, start: int) -> int:
-        """Where to start a row again so that it is the same from minibatch `step` on as if it began with `start`."""
-        settled = 3 * self.filling + 4  # as `Versions` studies it
-        return max(start, step - settled)
 
     def _finite(self, row: Iterable[T], action_of: Callable[[T], Action], stop: int, left: int) -> Iterator[T]:
         """The part of an endless row before minibatch `stop`; it has `left` last actions of microbatches."""
@@ -359,9 +351,6 @@ def _merged(
 
     A rank runs the action that can run first; of several, a backward, then a forward, then weight gradients, and in the
     same phase the later worker's. Actions that can never run, because rows deadlock, are left out.
-
-    Args:
-        awaited: the actions on other workers for which one waits.
     """
     merged_rows: list[list[Event]] = [[] for _ in range(max(placement) + 1)]
     place = [0] * len(rows)

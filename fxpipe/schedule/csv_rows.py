@@ -79,10 +79,6 @@ class EndlessRows(Schedule):
 
     A line is `0F0,0F1|0F2,0B0`: with one microbatch in a minibatch, F3 and B1 follow. Microbatches are counted from the
     beginning.
-
-    Attributes:
-        lines: one for each worker.
-        title: its name.
     """
 
     name: ClassVar[str] = NAME
@@ -170,11 +166,7 @@ def from_csv(text: str, where: str = "the schedule", title: str = NAME) -> RowsO
     """The schedule that a text describes, which also gives the numbers of workers, microbatches and ranks.
 
     If it has any W, a B without its own W means both, one after the other; a B with one is an I, as in files of older
-    versions of torch.
-
-    Args:
-        where: its name in messages.
-        title: its name.
+    versions of torch. Messages call the text `where`.
 
     Raises:
         ScheduleError: a cell is not an action, a stage is on two ranks, an action is missing or there twice, actions

@@ -73,11 +73,10 @@ class Question:
 
     Attributes:
         workers: how many processes.
-        virtual: how many workers each process runs; None takes each schedule's own number.
-        schedules: their names.
-        policy: for all of them; None takes each schedule's default.
+        policy: for all schedules; None takes each schedule's default.
         momentum: of every group of the optimizer; it decides the default policy.
         modes: the kinds of cuts; if empty, all that are of use to each schedule.
+        virtual: how many workers each process runs; None takes each schedule's own number.
     """
 
     workers: int

@@ -20,11 +20,7 @@ Found = dict[str, Partition]
 
 @dataclass
 class Plans:
-    """Plans of `partitions`, kept for the next call.
-
-    Attributes:
-        say: called with what is being done.
-    """
+    """Plans of `partitions`, kept for the next call."""
 
     say: Callable[[str], None] = lambda text: None
     _kept: list[tuple[Profile, Workers, tuple[str, ...], Found | TooLittleMemory]] = field(default_factory=list)

@@ -35,7 +35,6 @@ class SimulatedPlan:
 
     Attributes:
         setting: the schedule, its policy, and what it was planned for.
-        graph: of its workers.
     """
 
     candidate: Candidate

@@ -24,11 +24,7 @@ from fxpipe.simulator.simulate import Simulation, simulate, steady_minibatches
 def forecast(
     plan: Plan, costs: BuildCosts, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
 ) -> Simulation:
-    """Simulate a build on the links it was planned for, with the measured times of its stages if it has them.
-
-    Args:
-        schedule, policy: None means the build's own.
-        links: to use instead.
+    """Simulate a build, with the measured times of its stages if it has them; None means the build's own.
 
     Raises:
         BuildError: the costs are empty, as in a loaded build without `costs.json`.
@@ -42,13 +38,7 @@ LEAST = 0.98
 
 def late_instead(plan: Plan, costs: BuildCosts, seconds: float) -> tuple[str, float] | None:
     """A schedule with late updates that is faster than the build's own, whose updates wait for sums over replicas; None
-    if there is none.
-
-    Args:
-        seconds: of a minibatch with the build's own schedule.
-
-    Returns:
-        Its name, and its seconds for a minibatch.
+    if there is none. Its name, and its seconds for a minibatch, against the `seconds` of the build's own schedule.
     """
     if plan.dp == 1 or plan.schedule != Async.name:
         return None

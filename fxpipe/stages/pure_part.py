@@ -79,8 +79,7 @@ class PurePart:
         graph: a placeholder for each input, ATen calls, and the tuple of outputs; inputs and outputs in the order of
             the tables. The order of inputs is: weights, buffers, batch or saved or deferred, received, masks. Of
             outputs: in a forward the loss (if any), updates, saved, sent; in a backward gradients or deferred, sent; in
-                weight
-            gradients: gradients, sent.
+            weight gradients: gradients, sent.
         draws: make the masks, in the order in which the emitted code draws them.
         edges: by name, those with a codec. Packing and unpacking are not in the graph.
         handed: buckets to add up once the outputs are computed, in the order of the code.

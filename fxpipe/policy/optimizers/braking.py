@@ -24,8 +24,8 @@ class Braking(UpdateRepair):
         g ← (1 − ρ·cos(g, v))·g
 
     g is the gradient, clipped and unscaled, and v the optimizer's velocity before the step: SGD's momentum buffer or
-    Adam's first moment. So oscillation is damped. Before the first update, and where g or v
-    is 0, the gradient is as it was.
+    Adam's first moment. So oscillation is damped. Before the first update, and where g or v is 0, the gradient is as it
+    was.
 
     Each parameter has a cosine of its own: no worker needs another one's, and other cuts give the same scales. Nothing
     is read from the device.

@@ -44,11 +44,7 @@ Group = dict[str, Any]
 class Look:
     """What a rule reads for some parameters of one group, and where it writes.
 
-    Attributes:
-        out: memory for the predictions, in the layout of `weights`; its contents are overwritten.
-        states: the optimizer's state of each parameter.
-        group: the parameter group's present options.
-        steps: how many updates ahead.
+    `out` is memory for predictions `steps` updates ahead, in the layout of `weights`; its contents are overwritten.
     """
 
     out: list[Tensor]
