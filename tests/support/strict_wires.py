@@ -19,6 +19,7 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.losses import Losses
 from fxpipe.runtime.process.minibatch_notes import ComingShapes, several_shapes
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import Limit, LimitedRow, train
@@ -158,15 +159,18 @@ def run_in_threads(
                 for executor in own:
                     executor.shape_of = coming
                 coming.begin()
+            turns = Turns()
+            losses = Losses(plan, line, own, turns, everywhere=False)
             train(
-                plan,
                 own,
                 transports,  # type: ignore[arg-type]
-                LimitedRow(recipe.schedule, rank, limit, Turns()),
+                LimitedRow(recipe.schedule, rank, limit, turns),
+                losses,
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda step: run.losses.append(step.read().loss)) if first else None,
                 [] if coming is None else [coming],
             )
+            losses.settle()
             for transport in transports:
                 transport.finish()
         except BaseException as error:

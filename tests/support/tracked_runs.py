@@ -57,11 +57,11 @@ def tracked_peaks(
     found: dict[int, int] = {}
     once = threading.Lock()
 
-    def tracked(plan: Any, executors: Any, *rest: Any) -> None:
+    def tracked(executors: Any, *rest: Any) -> None:
         with TrackedAllocations() as memory:
-            train(plan, executors, *rest)
+            train(executors, *rest)
         with once:
-            found[plan.rank_of(executors[0].worker)] = memory.peak
+            found[executors[0].setting.plan.rank_of(executors[0].worker)] = memory.peak
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_wires, "train", tracked)

@@ -1,4 +1,4 @@
-"""What the processes of a run send each other for each minibatch: shapes, losses, calls, decisions of callbacks."""
+"""What the processes of a run send each other for each minibatch, but losses: shapes, calls, decisions of callbacks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.device_copies import ToCpu
 from fxpipe.errors import BatchError, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.training_loop import Limit
-from fxpipe.runtime.wires.addresses import CALL, LOSS, ProcessLine
+from fxpipe.runtime.wires.addresses import CALL, ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.captures import Due
 from fxpipe.runtime.worker.executor import Executor
@@ -27,13 +26,9 @@ from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.state_of_hooks import StateOfHooks
 from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import named_numbers
 
 AHEAD = LOOKAHEAD + 1
 """Minibatches: receives are posted for none after these."""
-
-MOST = 256
-"""Losses that a worker may not have received yet; those of more steps ago have come."""
 
 
 def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
@@ -203,98 +198,6 @@ class BatchesRead:
         if hooks is not None:
             hooks.has_read(minibatch)
         return self._minibatches(batch, minibatch)
-
-
-class StepLoss:
-    """The loss of a step, which may be on its way: `float(loss)`, `loss.item()` and `f"{loss:.3f}"` wait for it.
-
-    If you read the loss in every step, each worker waits for the last one, and a schedule without a flush gains
-    nothing: read it every few steps, or read the loss of some steps ago.
-
-    Attributes:
-        find: returns the loss followed by its metrics, waiting for them.
-    """
-
-    def __init__(self, find: Callable[[], Tensor], names: Sequence[str]) -> None:
-        self.find = find
-        self._names = names
-        self._found: tuple[float, dict[str, float]] | None = None
-
-    def __float__(self) -> float:
-        return self._numbers[0]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What `loss(model, batch)` returned next to the loss; waits like `float(loss)`."""
-        return self._numbers[1]
-
-    @property
-    def _numbers(self) -> tuple[float, dict[str, float]]:
-        if self._found is None:
-            self._found = named_numbers(self.find(), self._names)
-        return self._found
-
-    def item(self) -> float:
-        """The number."""
-        return float(self)
-
-    def __format__(self, form: str) -> str:
-        return format(float(self), form)
-
-    def __repr__(self) -> str:
-        return f"StepLoss({'on its way' if self._found is None else self._found[0]})"
-
-
-class Losses(Observer):
-    """The losses of all steps, received from the loss worker: a process that does not read them does not wait.
-
-    Args:
-        executors: of this process.
-
-    Attributes:
-        transport: by which this process receives losses.
-        newest: the newest loss, where the loss worker is.
-    """
-
-    def __init__(self, plan: Plan, line: ProcessLine, executors: Sequence[Executor]) -> None:
-        self._source = plan.loss_worker
-        self._names = plan.metrics
-        self._others = line.others
-        transports = {executor.worker: executor.transport for executor in executors}
-        self.transport = transports[line.own]
-        self._loss_transport = transports.get(plan.loss_worker)  # None where that worker is not
-        self._coming: dict[int, StepLoss] = {}
-        self.newest: Tensor | None = None
-
-    def step(self, minibatch: int) -> StepLoss:
-        """A step begins: return its loss, which may come later."""
-        loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
-        if self._loss_transport is None:
-            self.transport.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
-            if len(self._coming) > MOST:
-                float(next(iter(self._coming.values())))
-        return loss
-
-    def loss(self, minibatch: int, value: Tensor) -> None:
-        """In the loss worker's process: a loss is known; the worker's replicas have the same."""
-        assert self._loss_transport is not None
-        if minibatch not in self._coming:
-            return
-        self.newest = value.reshape(-1)[0]
-        numbers = ToCpu(value.detach().reshape(-1).to(torch.float64))
-        for other in self._others:
-            self._loss_transport.send_note(other, (LOSS, minibatch), numbers.read())
-        self._coming.pop(minibatch).find = numbers.read
-
-    def settle(self) -> None:
-        """The pipeline is empty: receive the losses that were not read."""
-        for loss in list(self._coming.values()):
-            float(loss)
-
-    def _receive(self, minibatch: int) -> Tensor:
-        found = self.transport.recv_note(self._source, (LOSS, minibatch))
-        del self._coming[minibatch]
-        return found
 
 
 _ENDS, _SAVES, _RATES = 1, 2, 4

@@ -14,7 +14,8 @@ from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.observe.pulse import Pulse
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.minibatch_notes import Calls, Losses, StepLoss
+from fxpipe.runtime.process.losses import StepLoss
+from fxpipe.runtime.process.minibatch_notes import Calls
 from fxpipe.runtime.process.resume import Resumed
 from fxpipe.runtime.process.rows import Microbatches, WalkedRows
 from fxpipe.runtime.process.training_loop import Limit
@@ -39,7 +40,8 @@ class FedRows:
         resumed: Resumed | None,
         shards: list[list[Shard]] | None,
     ) -> None:
-        self.rows = rows = WalkedRows(job, checkpoint, resumed, job.world.alone and job.recipe.schedule.synchronous)
+        keeps = job.world.alone and job.recipe.schedule.synchronous
+        self.rows = rows = WalkedRows(job, checkpoint, resumed, True, keeps)
         for executor in rows.every:
             executor.store.updater.scheduler.due(1)  # now, not at the first update
         rows.restore(shards)
@@ -48,9 +50,8 @@ class FedRows:
         self._parts: dict[int, Microbatches] = {}  # of minibatches that no row has begun
         for executor in rows.every:
             executor.shape_of = self._shapes.__getitem__
-        self.losses = Losses(job.plan, job.world.line, rows.executors)
         self.newest: StepLoss | None = None
-        self._observers: list[Observer] = [self.losses]
+        self._observers: list[Observer] = []
         self.checkpoints: Checkpoints | None = None
         if job.options.checkpoint_every is not None:
             self.checkpoints = Checkpoints(job, rows)
@@ -72,7 +73,8 @@ class FedRows:
             self.begun, self._limit = True, Limit(minibatch)
             rows.begin(minibatch, self._limit, self._observers, self._parts.pop)
         self._limit.fed += 1
-        self.newest = self.losses.step(minibatch)
+        rows.losses.begins(minibatch)
+        self.newest = rows.losses[minibatch]
         rows.go()
         oldest = min(executor.store.version for executor in rows.every)
         for over in [one for one in self._shapes if one < oldest]:
@@ -88,7 +90,7 @@ class FedRows:
         for executor in every:
             executor.store.versions.end(self.fed, known_to_all=False)
         self.rows.go()
-        self.losses.settle()
+        self.rows.losses.settle()
         for executor in every:
             executor.take_buffers(self.fed)
         self.rows.meet()

@@ -22,7 +22,8 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation
 from fxpipe.runtime.process.checkpoints import Checkpoints, write_together
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED, StepLoss
+from fxpipe.runtime.process.losses import StepLoss
+from fxpipe.runtime.process.minibatch_notes import ALIKE, REFUSED
 from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_loop import FedRows, LoopCalls
 from fxpipe.runtime.process.resume import Resumed, open_checkpoint, opened
@@ -189,8 +190,8 @@ class Pipeline:
                 loss = self._rows.step(shape, parts)
             if not self.job.world.alone:
                 return loss
-            assert self._rows.losses.newest is not None
-            return self._rows.losses.newest
+            assert self._rows.rows.losses.newest is not None
+            return self._rows.rows.losses.newest
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline.

@@ -94,7 +94,8 @@ class TrainingRun:
         world.open(job.addresses)
         if data.hooked is not None:
             data.hooked.begin()
-        self.rows = rows = WalkedRows(job, agreed.checkpoint, resumed, around=data.around_optimizer)
+        everywhere = task.callbacks.on_step is not None
+        self.rows = rows = WalkedRows(job, agreed.checkpoint, resumed, everywhere, around=data.around_optimizer)
         if not plan.sharded and not world.alone:  # else each replica has one for its own share
             for executor in rows.every:
                 executor.store.updater.compare_replicas()
@@ -177,7 +178,7 @@ class TrainingRun:
         evaluates = self.evaluations.evaluation is not None
         if hooks.on_eval is not None and not evaluates and job.process == 0:
             warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
-        on_step = None if callbacks is None or hooks.on_step is None else OnStep(callbacks, self.rows.step)
+        on_step = None if callbacks is None or hooks.on_step is None else OnStep(callbacks, self.rows)
         on_epoch = None if callbacks is None or hooks.on_epoch is None else OnEpoch(callbacks, evaluates)
         devices = devices_of(job.world.device, job.options.peak, job.process)
         if job.process == 0:
@@ -235,6 +236,7 @@ class TrainingRun:
         if self.data.coming is not None:
             self.data.coming.begin(rows.step)
         rows.go()
+        rows.losses.settle()
         if self.recorded is not None:
             self.recorded.read()
         rows.meet()

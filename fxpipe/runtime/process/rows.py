@@ -17,6 +17,7 @@ import torch
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation, ReceivedEvaluation, sharing
+from fxpipe.runtime.process.losses import Losses
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, restore
 from fxpipe.runtime.process.training_loop import EndedStep, Limit, LimitedRow, train
 from fxpipe.runtime.process.world import Job
@@ -52,6 +53,7 @@ class WalkedRows:
 
     Args:
         checkpoint: the weights to start from; None takes the build's, or the model's own.
+        everywhere: all processes read the losses, not only worker 0's.
         keep_gradients: as of `WorkerSetting`.
         around: the context in which a worker makes its optimizer; it gets whether that is the first worker here.
 
@@ -62,6 +64,7 @@ class WalkedRows:
         rows: in the order of their processes.
         every: the executors of all replicas here, in the order of the rows.
         executors: the first replica here of each worker, in rising order.
+        losses: of all steps.
 
     Raises:
         FxpipeError: as `open_worker`.
@@ -72,6 +75,7 @@ class WalkedRows:
         job: Job[Any],
         checkpoint: Checkpoint | None,
         resumed: Resumed | None,
+        everywhere: bool,
         keep_gradients: bool = False,
         around: Callable[[bool], AbstractContextManager[None]] = lambda first: nullcontext(),
     ) -> None:
@@ -100,6 +104,7 @@ class WalkedRows:
         for executor in self.every:
             first.setdefault(executor.worker, executor)
         self.executors = [first[worker] for worker in sorted(first)]
+        self.losses = Losses(plan, world.line, self.executors, world.turns, everywhere)
         self._shares: dict[int, dict[int, Microbatches]] = {}  # of minibatches, for the replicas that lack theirs
 
     def restore(self, read: list[list[Shard]] | None = None) -> None:
@@ -159,15 +164,13 @@ class WalkedRows:
                 transport.begin(step)
         for place, executor in enumerate(self.every):
             begin_or_go_on(executor, resumed, shards[place] if shards else [], limit.end)
-        plan, walks = self._job.plan, []
+        walks = []
         for row in self.rows:
             schedule, start = row.executors[0].schedule, step if resumed is None else resumed.start
             events = LimitedRow(schedule, row.rank, limit, turns, step, start)
             feed = None if row.rank or batches is None else partial(self._share, batches, row.replica)
             reports = report if row.rank == row.replica == 0 else None
-            of_losses = row.replica == 0 or plan.outer is None or not self._job.world.alone
-            walk = partial(train, plan, row.executors, row.transports, events, feed, reports, observers, of_losses)
-            walks.append(walk)
+            walks.append(partial(train, row.executors, row.transports, events, self.losses, feed, reports, observers))
         turns.begin(walks)
 
     def forget_checkpoint(self) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor
-
 from fxpipe.checkpoint.shard import DECIDED, Shard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import warn
@@ -24,7 +22,8 @@ from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
-from fxpipe.runtime.process.minibatch_notes import Decision, Decisions, Losses, StepLoss
+from fxpipe.runtime.process.losses import StepLoss
+from fxpipe.runtime.process.minibatch_notes import Decision, Decisions
 from fxpipe.runtime.process.rows import WalkedRows
 from fxpipe.runtime.process.what_trains import WhatTrains
 from fxpipe.runtime.process.world import Job
@@ -266,21 +265,13 @@ class OnStep(_AfterUpdates):
         """Whether it is called after so many steps."""
         return True
 
-    def __init__(self, callbacks: RunCallbacks, step: int) -> None:
-        super().__init__(callbacks, step)
-        job = callbacks.job
-        self._losses = Losses(job.plan, job.world.line, callbacks.executors)
-        self._coming: dict[int, StepLoss] = {}
+    def __init__(self, callbacks: RunCallbacks, rows: WalkedRows) -> None:
+        super().__init__(callbacks, rows.step)
+        self._losses = rows.losses
 
     def begins(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run in a row of this process."""
-        if minibatch not in self._coming:
-            self._coming[minibatch] = self._losses.step(minibatch)
-            self.callbacks.decisions.expect(ON_STEP, minibatch + 1)
-
-    def loss(self, minibatch: int, value: Tensor) -> None:
-        """In the loss worker's process: a minibatch's loss is known; the worker's replicas have the same."""
-        self._losses.loss(minibatch, value)
+        self.callbacks.decisions.expect(ON_STEP, minibatch + 1)
 
     def between(self, executors: Sequence[Executor]) -> None:
         """Errors as `RunCallbacks.call`."""
@@ -288,7 +279,7 @@ class OnStep(_AfterUpdates):
         for executor in executors:
             if not self.called(executor):
                 version = executor.store.version
-                self.decide(executor, lambda: self.callbacks.on_step(version, self._coming.pop(version - 1)))  # noqa: B023
+                self.decide(executor, lambda: self.callbacks.on_step(version, self._losses[version - 1]))  # noqa: B023
 
 
 class OnEpoch(_AfterUpdates):

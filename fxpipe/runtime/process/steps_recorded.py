@@ -41,7 +41,7 @@ class StepsRecorded(Observer):
 
     def read(self, later: int = 0) -> None:
         """Record the steps that have ended, all but so many that must be waited for."""
-        while self._ended and (len(self._ended) > later or self._ended[0].numbers.here):
+        while self._ended and (len(self._ended) > later or not self._ended[0].loss.computing):
             step = self._ended.popleft().read()
             self.record.step(step)
             if self.check is not None:
@@ -62,6 +62,6 @@ class StepsRecorded(Observer):
     def close(self) -> None:
         """The run is over, or has failed: record what is known, and end all files."""
         with suppress(RuntimeError):  # an error that the device may have, too
-            while self._ended and self._ended[0].numbers.here:
+            while self._ended and not self._ended[0].loss.computing:
                 self.record.step(self._ended.popleft().read())
         self.record.close()

@@ -22,17 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxpipe.device_copies import ToCpu, mark
+from fxpipe.device_copies import mark
 from fxpipe.observe.record import RecordedStep, ScaledStep
-from fxpipe.plan.spec import Plan
+from fxpipe.runtime.process.losses import Losses, StepLoss
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.wires.wired import WiredTransport
-from fxpipe.runtime.worker.executor import Executor, MinibatchLoss
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.schedule.action import LOOKAHEAD, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.task.hooks import named_numbers
 
 LAUNCHED = 2
 """How many actions may be launched and not over: more hold memory, and make a device no busier."""
@@ -58,77 +57,53 @@ def posted(
 
 
 class EndedStep(NamedTuple):
-    """A minibatch that is over on worker 0, and its loss followed by its metrics, which may be on their way.
-
-    Attributes:
-        names: of the metrics.
-        lr, norm, scaled: as of `RecordedStep`.
-    """
+    """A minibatch that is over on worker 0; `lr`, `norm` and `scaled` are as of `RecordedStep`."""
 
     minibatch: int
-    numbers: ToCpu
-    names: Sequence[str]
+    loss: StepLoss
     lr: float | None
     norm: float | None
     scaled: ScaledStep | None
 
     def read(self) -> RecordedStep:
         """The step with its numbers, waiting for them."""
-        loss, metrics = named_numbers(self.numbers.read(), self.names)
-        return RecordedStep(self.minibatch, loss, self.lr, self.norm, metrics, self.scaled)
+        return RecordedStep(self.minibatch, float(self.loss), self.lr, self.norm, self.loss.metrics, self.scaled)
 
 
 def train(
-    plan: Plan,
     executors: Sequence[Executor],
     transports: Sequence[WiredTransport],
     row: LimitedRow,
+    losses: Losses,
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: Callable[[EndedStep], None] | None = None,
     observers: Sequence[Observer] = (),
-    of_losses: bool = True,
 ) -> None:
     """Run all actions of one process's row, and wait until all that was sent has been received.
 
     Args:
+        losses: of this process.
         feed: in worker 0's process, gives the microbatches of a minibatch.
         report: in worker 0's process, called when it ends a minibatch.
         observers: follow the row.
-        of_losses: they learn its losses; not if those of another replica count.
     """
-    of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
+    of_worker = {executor.worker: executor for executor in executors}
     first = executors[0]
     scaler = first.store.part(LossScaler)
     together = len(executors) > 1 and first.schedule.synchronous
-    remote_loss = plan.loss_worker != 0
     leaves: list[tuple[Any, ...]] = []
-    losses: dict[int, ToCpu] = {}
     reached = ended = -1
     unreported: int | None = None
     version = first.store.version
 
     def report_of(minibatch: int) -> None:
         updater, scaled = first.store.updater, None if scaler is None else scaler.last
-        numbers = ToCpu(transports[0].recv_loss(minibatch)) if remote_loss else losses.pop(minibatch)
         if report is not None:
-            report(EndedStep(minibatch, numbers, plan.metrics, updater.lr, first.store.norm, scaled))
-
-    def pass_on(worker: int, loss: MinibatchLoss | None) -> None:
-        if loss is None:
-            return
-        for observer in observers if of_losses else ():
-            observer.loss(*loss)
-        if worker:
-            of_worker[worker][1].send_loss(loss.value)
-        else:
-            losses[loss.minibatch] = ToCpu(loss.value)
+            report(EndedStep(minibatch, losses[minibatch], updater.lr, first.store.norm, scaled))
 
     def expect(event: Event) -> None:
         worker, action = event
-        executor, transport = of_worker[worker]
-        executor.expect(action)
-        if worker == 0 and remote_loss and executor.schedule.ends(action):
-            transport.expect_loss(action.minibatch)
+        of_worker[worker].expect(action)
 
     for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
@@ -137,7 +112,7 @@ def train(
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
-                pass_on(executor.worker, executor.settle())
+                losses.update(executor, executor.settle())
             if unreported is not None:
                 report_of(unreported)
                 unreported = None
@@ -148,7 +123,8 @@ def train(
         if event is None:
             for executor in executors:
                 for loss in executor.await_losses():
-                    pass_on(executor.worker, loss)
+                    losses.update(executor, loss)
+            losses.send()
             if row.more():
                 continue
             owed = first.store.owed
@@ -158,10 +134,11 @@ def train(
             unreported = owed if first.worker == 0 else None
             continue
         worker, action = event
-        executor, mine = of_worker[worker][0], None
+        executor, mine = of_worker[worker], None
         if action.phase == "F" and action.minibatch > reached:
             reached = action.minibatch
             executor.watch.at(action)
+            losses.begins(reached)
             for observer in observers:
                 observer.begins(reached)
         if feed is not None and worker == 0 and action.phase == "F":
@@ -171,7 +148,7 @@ def train(
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        pass_on(worker, executor.execute(action, mine))
+        losses.action(executor, executor.execute(action, mine))
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due

@@ -14,13 +14,13 @@ from fxpipe.task.callbacks import CALLBACKS
 Channel = tuple[Any, ...]
 UP, DOWN = "up", "down"
 CALL = "call"
-LOSS = "loss for all"
+LOSS = "loss"
 HOOKS_CHANGED, HOOKS = "whether hooks changed tensors", "tensors that hooks changed"
 NOTES: dict[str, tuple[str, str]] = {
     **{kind: (kind, f"the note {kind}") for kind in (UP, DOWN)},  # of an update: clipping, loss scaling
     **{kind: ("token", f"{kind} of an evaluation") for kind in ("shape", "taken", "metrics")},
     CALL: ("token", CALL),  # the next call, and its shape of batch
-    LOSS: ("loss", "loss"),
+    LOSS: ("loss", LOSS),
     **{kind: ("token", kind) for kind in (HOOKS_CHANGED, HOOKS)},
     **{kind: ("token", kind) for kind in CALLBACKS},
 }
@@ -53,7 +53,7 @@ class Addresses:
     """The channel and the tag of every message.
 
     Attributes:
-        channels: all of them, the same list in every process: of edges, weight copies, loss reports and evaluations.
+        channels: all of them, the same list in every process: of edges, weight copies and evaluations.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:
@@ -61,10 +61,9 @@ class Addresses:
         edges = {edge.name: _edge_channel(edge) for edge in plan.all_edges}
         pairs = {(edge.src, edge.dst) for edge in evaluating}
         weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
-        loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
         evaluations = [("evaluate", *pair) for pair in sorted(pairs)]
         self._turns = {(o, r): demand.turn(o, r) for _, o, r in weights}
-        self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
+        self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *evaluations]
         # Evaluations have one channel from each worker to each other: for moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
         first, pairs_of_workers = 1 + len(self.channels), plan.workers**2

@@ -100,7 +100,6 @@ class WiredTransport(Transport):
 
     def __init__(
         self,
-        plan: Plan,
         worker: int,
         wires: Wires,
         addresses: Addresses,
@@ -124,9 +123,6 @@ class WiredTransport(Transport):
         self._sent_weights: deque[_Sent] = deque()
         self._weights_in_flight = weights_in_flight
         self._now = 0
-        self._loss_channel = ("loss", plan.loss_worker, 0)
-        self._loss_worker = plan.loss_worker
-        self._loss_count = 1 + len(plan.metrics)
 
     @staticmethod
     def of_training(
@@ -139,7 +135,7 @@ class WiredTransport(Transport):
         """
         own, seat = schedule.microbatches, ReplicaSeat(worker, replica, plan.replicas)
         most, weights = unreceived(schedule), unread(schedule)
-        transport = WiredTransport(plan, worker, wires, addresses, plan.all_edges, own, most, seat, weights)
+        transport = WiredTransport(worker, wires, addresses, plan.all_edges, own, most, seat, weights)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 
@@ -151,7 +147,7 @@ class WiredTransport(Transport):
         """
         seat = ReplicaSeat(self.worker, self._seat.replica, () if plan.crossing else plan.replicas)
         edges = evaluation_edges(plan)
-        transport = WiredTransport(plan, self.worker, self.wires, self.addresses, edges, 1, ahead, seat)
+        transport = WiredTransport(self.worker, self.wires, self.addresses, edges, 1, ahead, seat)
         transport.set_order(*(step.edges for step in plan.evaluations))
         return transport
 
@@ -246,20 +242,6 @@ class WiredTransport(Transport):
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         return self._wait(("note", source, what), Cause(*NOTES[what[0]], source))
-
-    def expect_loss(self, minibatch: int) -> None:
-        """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
-        way = Way(self._loss_worker, self._loss_channel, replica=self._seat.sender(self._loss_worker))
-        self._posted["loss", minibatch] = self.wires.irecv(self._loss_count, torch.float32, way)
-
-    def send_loss(self, loss: Tensor) -> None:
-        """Send a minibatch's loss, followed by its metrics (float32), to worker 0."""
-        for replica in self._seat.receivers(0):
-            self._keep(self.wires.isend(loss.reshape(-1), Way(0, self._loss_channel, replica=replica)), 0)
-
-    def recv_loss(self, minibatch: int) -> Tensor:
-        """On worker 0: receive a minibatch's loss, followed by its metrics."""
-        return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
         if phase == "F":

@@ -14,8 +14,8 @@ from fxpipe.checkpoint.shard import Shard
 class Observer:
     """Follows a worker (in its executor's list), the rows of a process, or the run; every method here does nothing.
 
-    A worker calls `begins`, `loss`, `ended` and `leaving`; a row `begins`, `loss` and `between`; a run the others. Each
-    event reaches the observers in the order of their list.
+    A worker calls `begins`, `loss`, `ended` and `leaving`; a row `begins` and `between`; a run the others. Each event
+    reaches the observers in the order of their list.
     """
 
     each_replica = False
@@ -27,8 +27,7 @@ class Observer:
     def loss(self, minibatch: int, value: Tensor) -> None:
         """The loss worker knows a minibatch's loss, followed by its metrics.
 
-        An executor calls this before the backward, or with replicas before the update: an error stops it. A row calls
-        it for each replica of the loss worker, when it receives the loss.
+        It is called before the backward, or with replicas before the update: an error stops it.
         """
 
     def ended(self, minibatch: int) -> None:

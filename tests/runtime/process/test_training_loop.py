@@ -12,6 +12,7 @@ from pretended_streams import LateToCpu
 
 from fxpipe.device_copies import ToCpu
 from fxpipe.runtime.process import training_loop
+from fxpipe.runtime.process.losses import StepLoss
 from fxpipe.runtime.process.steps_recorded import StepsRecorded
 from fxpipe.runtime.process.training_loop import EndedStep, posted
 from fxpipe.schedule.action import Action
@@ -43,11 +44,17 @@ def test_a_loss_is_read_a_minibatch_later_unless_something_follows_from_its_step
     steps.check = check
     counts = []
     for minibatch in range(7):
-        steps.report(EndedStep(minibatch, LateToCpu(torch.tensor([0.5 + minibatch])), (), None, None, None))
+        steps.report(EndedStep(minibatch, _loss(LateToCpu(torch.tensor([0.5 + minibatch]))), None, None, None))
         after: Any = Made(store=Made(version=minibatch + 1))
         steps.between([after])
         counts.append(len(recorded))
     assert counts == [0, 1, 3, 3, 5, 6, 6]
-    steps.report(EndedStep(7, ToCpu(torch.tensor([7.5])), (), None, None, None))
+    steps.report(EndedStep(7, _loss(ToCpu(torch.tensor([7.5]))), None, None, None))
     assert recorded == [(minibatch, 0.5 + minibatch) for minibatch in range(8)]
     assert checked == [*range(8)]
+
+
+def _loss(numbers: ToCpu) -> StepLoss:
+    loss = StepLoss(lambda: None, ())
+    loss.comes(numbers)
+    return loss
