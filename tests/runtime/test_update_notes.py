@@ -73,4 +73,5 @@ def test_shapes_take_one_note_more(toy: Any, batches: Any, tmp_path: Path, told:
     folder = toy(**FOUR, schedule=schedule).save(tmp_path / "build")
     run = run_in_threads(folder, batches, sgd, False, options=PipelineOptions(new_shapes=1, clip_norm=0.1))
     assert not run.failures, run.failures
+    assert told.pop("loss") == len(batches), "each loss crosses once"
     assert told == dict.fromkeys(("up", "down", "call"), 3 * len(batches))

@@ -51,7 +51,7 @@ def transports(folder: Path) -> dict[int, WiredTransport]:
 
 
 def test_it_takes_no_time_and_no_copy(toy: Any, tmp_path: Path) -> None:
-    """Over any links: values, notes, the loss."""
+    """Over any links: values and notes."""
     folder = toy(forward=(0, 1, 2), backward=(0, 1, 2), schedule="1f1b", placement=PLACEMENT).save(tmp_path / "build")
     zero, two = (of_worker := transports(folder))[0], of_worker[2]
     edge = next(e for e in read_plan(folder).edges if (e.src, e.dst) == (0, 2))
@@ -68,9 +68,6 @@ def test_it_takes_no_time_and_no_copy(toy: Any, tmp_path: Path) -> None:
     zero.send_note(2, ("down", 3), torch.tensor([1.0]))
     two.send_note(0, ("down", 3), torch.tensor([2.0]))
     assert [two.recv_note(0, ("down", 3)).item(), zero.recv_note(2, ("down", 3)).item()] == [1.0, 2.0]
-    zero.expect_loss(0)
-    two.send_loss(torch.tensor(5.0))
-    assert zero.recv_loss(0).item() == 5.0
     for transport in (zero, two):
         transport.finish()
         assert transport.watch.waits == []
