@@ -15,7 +15,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, left_out, refuse_changing
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
-from fxpipe.policy.predicting import SpecTrain
+from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule.base import Schedule, divisors
 from fxpipe.schedule.versions import most_missed
 from fxpipe.task.batch import Batch

@@ -10,9 +10,16 @@ from fxpipe.errors import PolicyError, near
 from fxpipe.options import option
 from fxpipe.policy.base import Policy, PredictingPolicy, sees
 from fxpipe.policy.costs import copies
-from fxpipe.policy.predicting import LinearWeightPrediction, PipeOptim, SpecTrain, XGrad, XPipe
+from fxpipe.policy.double_buffer import DoubleBuffer
+from fxpipe.policy.latest import Latest
+from fxpipe.policy.lwp import LinearWeightPrediction
+from fxpipe.policy.pipeoptim import PipeOptim
 from fxpipe.policy.repair import REPAIRS
-from fxpipe.policy.stale import DoubleBuffer, Latest, Stash, Vertical
+from fxpipe.policy.spectrain import SpecTrain
+from fxpipe.policy.stash import Stash
+from fxpipe.policy.vertical import Vertical
+from fxpipe.policy.xgrad import XGrad
+from fxpipe.policy.xpipe import XPipe
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import most_missed
 

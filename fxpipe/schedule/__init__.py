@@ -13,16 +13,18 @@ from typing import TypeVar
 from fxpipe.errors import ScheduleError, near
 from fxpipe.plan.spec import Plan
 from fxpipe.schedule.action import Action, Event
-from fxpipe.schedule.asynchronous import Async, AsyncLate, NForwardsOneBackward, WPipe
+from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import check, grid
 from fxpipe.schedule.csv_rows import ENDING, NAME, EndlessRows, RowsOfText, endless, from_csv, read_csv, to_csv
 from fxpipe.schedule.graph import graph_of_edges
 from fxpipe.schedule.interleaved import Interleaved
+from fxpipe.schedule.n_f_one_b import NForwardsOneBackward
 from fxpipe.schedule.replicas import with_replicas
 from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
 from fxpipe.schedule.versions import Versions
 from fxpipe.schedule.with_flush import GPipe, OneFOneB, ZeroBubbleH1, ZeroBubbleH2
+from fxpipe.schedule.wpipe import WPipe
 
 _KINDS: tuple[type[Schedule], ...] = (
     *(GPipe, OneFOneB, Async, AsyncLate, NForwardsOneBackward, ZeroBubbleH1, ZeroBubbleH2),

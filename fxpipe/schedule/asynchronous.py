@@ -1,14 +1,13 @@
-"""Schedules without a flush: PipeDream's 1F1B, the same with late updates, TiMePReSt's nF1B, and WPipe."""
+"""PipeDream's 1F1B: one forward, one backward, without a flush; and the same with each update a minibatch later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 from typing import ClassVar
 
-from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule, divisors
 
 
@@ -73,92 +72,3 @@ class AsyncLate(Async):
     name: ClassVar[str] = "async-late"
     takes_replicas: ClassVar[bool] = False  # of different numbers
     late: ClassVar[int] = 1
-
-
-class NForwardsOneBackward(Schedule):
-    """The M forwards of a minibatch, one after the other, then its M backwards, without a flush.
-
-        worker 0: F0   F0.1 F1   F1.1 F2   F2.1 B0   B0.1 F3   F3.1 B1   B1.1 ..   ..   B2   B2.1 ..   ..   B3   B3.1
-        worker 1: ..   F0   F0.1 F1   F1.1 B0   B0.1 F2   F2.1 B1   B1.1 F3   F3.1 B2   B2.1 ..   ..   B3   B3.1
-        worker 2: ..   ..   F0   F0.1 B0   B0.1 F1   F1.1 B1   B1.1 F2   F2.1 B2   B2.1 F3   F3.1 B3   B3.1
-
-    Worker k of N starts with M + 2(N−1−k) forwards, then M backwards and M forwards take turns. So it holds the saved
-    values of M + 2(N−1−k) microbatches. Its F of microbatch j of minibatch m misses ⌈(2(N−1−k) − j)/M⌉ updates of its
-    weights, or none where that is negative; its B of minibatch m misses none. With one microbatch it is `async`.
-
-    With policy `latest` no weights are stashed and backwards read the newest ones, as in the paper. In the paper the
-    backward is a single one of the whole minibatch, and a forward reads on every worker the version that worker 0 had.
-    Here it is M backwards in a row: their gradients have the same sum, each frees its microbatch's saved values, and
-    the worker before begins after the first of them. They take turns with the forwards without a wait if a backward
-    takes as long as a forward. If it takes longer, up to N−1 times the difference is waited for in each minibatch.
-    From: Dutta et al. 2024 (TiMePReSt), arXiv 2410.14312, of which we know the abstract and summaries by others.
-    """
-
-    name: ClassVar[str] = "nf1b"
-    synchronous: ClassVar[bool] = False
-
-    @classmethod
-    def usual_microbatches(cls, workers: int, samples: int) -> int:
-        """So many that no forward misses more than one update: the first divisor from 2(N−1) on, else the largest."""
-        return min((d for d in divisors(samples) if d >= 2 * (workers - 1)), default=samples)
-
-    def ahead(self, worker: int) -> int:
-        """As many as a minibatch has, less one, and one for each hop to the last worker and back."""
-        return self.microbatches - 1 + min(2, self.microbatches) * super().ahead(worker)
-
-    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        size = self.microbatches
-        forwards = (Action("F", start + flat // size, flat % size) for flat in count())
-        yield from islice(forwards, self.ahead(worker) + 1 - size)
-        for minibatch in count(start):
-            yield from islice(forwards, size)
-            yield from (Action("B", minibatch, microbatch) for microbatch in range(size))
-
-
-class WPipe(Schedule):
-    """Rank r of R runs worker r of the first group and worker R + r of the second, whose updates take turns.
-
-    Of 4 workers on 2 ranks and 2 microbatches, each cell with its worker:
-
-        rank 0: 0:F0   0:F0.1 2:F0   2:F0.1 ..     2:B0   0:F1   2:B0.1 0:F1.1 0:B0   2:F1   0:B0.1 2:F1.1 2:B1 …
-        rank 1: ..     1:F0   1:F0.1 3:F0   3:B0   3:F0.1 3:B0.1 1:F1   1:B0   1:F1.1 1:B0.1 3:F1   3:B1   3:F1.1 …
-
-    A rank starts with M + min(M, R−r) − 1 forwards; then one forward and one backward take turns. In the second group
-    all forwards of a minibatch come after the update of the one before. In the first group they come before its
-    backwards, so they miss exactly one update. No backward misses any. So with policy `stash`, which is the paper's,
-    minibatch m sees version m−1 of the first group and version m of the second, and only the first group has a second
-    copy of its weights: half of the delay and of the copies of 2BW. No rank waits if M ≥ R; if not, a minibatch takes
-    R + 1 − M times as long. From: Yang et al. 2022 (WPipe), ICLR: its abstract and official code, whose M is R.
-    """
-
-    name: ClassVar[str] = "wpipe"
-    synchronous: ClassVar[bool] = False
-    usual_virtual: ClassVar[int] = 2
-
-    def check_placement(self) -> None:
-        super().check_placement()
-        if self.placement != tuple(range(self.ranks)) * 2:
-            raise ScheduleError(
-                f"schedule '{self.name}' has two workers on each rank, on ranks 0, 1, …, 0, 1, …, not on "
-                f"{list(self.placement)}",
-                hint="leave out --virtual",
-            )
-
-    def ahead(self, worker: int) -> int:
-        early = self.microbatches if worker < self.ranks else 0
-        return early + min(self.microbatches, self.ranks - self.placement[worker]) - 1
-
-    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        return (action for of, action in self.row(self.placement[worker], start) if of == worker)
-
-    def row(self, rank: int, start: int = 0) -> Iterator[Event]:
-        first, second = rank, self.ranks + rank
-        forwards, backwards = self._turns("F", (first, second), start), self._turns("B", (second, first), start)
-        yield from islice(forwards, self.ahead(first))
-        for forward, backward in zip(forwards, backwards, strict=True):
-            yield from (forward, backward)
-
-    def _turns(self, phase: Phase, workers: tuple[int, int], start: int) -> Iterator[Event]:
-        for minibatch in count(start):
-            for worker in workers:
-                yield from ((worker, Action(phase, minibatch, j)) for j in range(self.microbatches))

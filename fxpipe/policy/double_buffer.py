@@ -1,4 +1,4 @@
-"""Policies that read weights as they are or were: the newest, those of the forward, or one version on all workers."""
+"""Every action sees the older of two versions: PipeDream-2BW."""
 
 from __future__ import annotations
 
@@ -11,68 +11,6 @@ from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions, most_missed
-
-
-@dataclass(frozen=True)
-class Latest(Policy):
-    """Forward and backward see the newest weights: under `async`, those of one minibatch may differ.
-
-    `F2@1` is the forward of minibatch 2 with the weights after 1 update, here under `async`:
-
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@1 ..   B2@2 ..   B3@3
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@1 F3@2 B2@2 ..   B3@3
-        worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
-
-    Memory: the weights, once. Under a schedule with a flush this is ordinary training. With M microbatches it is PACI:
-    a forward misses at most ⌈(N−1)/M⌉ updates.
-
-    From: PACI 2026, arXiv 2606.07881, for the microbatches.
-    """
-
-    name: ClassVar[str] = "latest"
-    with_flush: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class Stash(Policy):
-    """A forward sees the newest weights, and its backward sees the same: exact gradients at stale weights.
-
-    On worker k of N: W(m+1) = W(m) − η·∇f(W(m−(N−1−k))), each worker with its own delay.
-
-    `B2@1` is the backward of minibatch 2 with the weights after 1 update:
-
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@0 F3@2 B2@1 ..   B3@2
-        worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
-
-    Memory: a copy for every minibatch in flight, N−k on worker k of N, the live weights included; fewer with
-    microbatches, of which ⌈(N−1−k)/M⌉ minibatches are in flight.
-    From: weight stashing in Narayanan et al. 2019 (PipeDream), SOSP.
-    """
-
-    name: ClassVar[str] = "stash"
-    keeps_forward: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class Vertical(Policy):
-    """A minibatch sees one version on all workers, forward and backward: gradients of one model, N−1 updates old.
-
-    W(m+1) = W(m) − η·∇f(W(m−N+1)), the same delay for all workers.
-
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@0 B1@0 F3@1 B2@0 ..   B3@1
-        worker 2: ..   ..   F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 F3@1 B3@1
-
-    Memory: N copies on every worker, the live weights included; that is more than `stash` needs.
-    From: vertical sync in Narayanan et al. 2019 (PipeDream), SOSP.
-    """
-
-    name: ClassVar[str] = "vertical"
-    one_pipeline: ClassVar[bool] = True
-
-    def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
-        return newest.lag("F", 0, 0, microbatch)
 
 
 @dataclass(frozen=True)
