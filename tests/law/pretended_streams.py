@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.device_copies import ToCpu
-from fxpipe.runtime.process import training_loop
+from fxpipe.runtime.process import losses
 from fxpipe.runtime.wires import peer_memory, processes
 
 PATIENCE = 20
@@ -224,4 +224,4 @@ def set_up(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(peer_memory, "opened_memory", lambda opens, device: Memory(*opens))
     put(processes, "Sender", peer_memory.PeerSender)
     put(processes, "Receiver", peer_memory.PeerReceiver)
-    put(training_loop, "ToCpu", LateToCpu)
+    put(losses, "ToCpu", LateToCpu)
