@@ -147,7 +147,6 @@ def run_in_threads(
         try:
             first = rank == 0
             own = [run.executors[worker] for worker in plan.hosted(rank)]
-            transports = [executor.transport for executor in own]
             line = ProcessLine.of(plan, rank)
             coming, limit = None, Limit(len(data), len(data))
             shapes = NewShapes(folder, plan, None, options, torch.device("cpu"), board, Pulse())
@@ -163,7 +162,6 @@ def run_in_threads(
             losses = Losses(plan, line, own, turns, everywhere=False)
             train(
                 own,
-                transports,  # type: ignore[arg-type]
                 LimitedRow(recipe.schedule, rank, limit, turns),
                 losses,
                 (lambda m: split(data[m], m)[1]) if first else None,
@@ -171,8 +169,8 @@ def run_in_threads(
                 [] if coming is None else [coming],
             )
             losses.settle()
-            for transport in transports:
-                transport.finish()
+            for executor in own:
+                executor.transport.finish()
         except BaseException as error:
             run.failures.append(error)
 

@@ -31,14 +31,13 @@ class StepLoss:
     """
 
     def __init__(self, wait: Callable[[], None], names: Sequence[str]) -> None:
-        self._wait: Callable[[], None] | None = wait
-        self._names = names
+        self._wait, self._names = wait, names
         self._come: ToCpu | None = None
         self._read: tuple[float, dict[str, float]] | None = None
 
     def comes(self, numbers: ToCpu) -> None:
         """The loss, followed by its metrics, is in this process, perhaps on its device."""
-        self._come, self._wait = numbers, None
+        self._come, self._wait = numbers, lambda: None  # which refers to no worker
 
     @property
     def computing(self) -> bool:
@@ -56,8 +55,7 @@ class StepLoss:
     @property
     def _numbers(self) -> tuple[float, dict[str, float]]:
         if self._read is None:
-            if self._wait is not None:
-                self._wait()
+            self._wait()
             assert self._come is not None
             self._read = named_numbers(self._come.read(), self._names)
         return self._read

@@ -39,13 +39,12 @@ class WalkedRow:
     """A rank, or one of its replicas, whose actions are walked one after the other.
 
     Attributes:
-        executors, transports: of its workers.
+        executors: of its workers.
     """
 
     rank: int
     replica: int
     executors: list[Executor]
-    transports: list[WiredTransport]
 
 
 class WalkedRows:
@@ -86,7 +85,7 @@ class WalkedRows:
         plan, world = job.plan, job.world
         for process in world.here:
             rank, replica = plan.seat(process)
-            row = WalkedRow(rank, replica, [], [])
+            row = WalkedRow(rank, replica, [])
             for worker in plan.hosted(rank):
                 schedule, wires = job.recipe.of_worker(worker).schedule, world.wires(process)
                 transport = WiredTransport.of_training(plan, worker, wires, job.addresses, schedule, replica)
@@ -95,14 +94,10 @@ class WalkedRows:
                     setting = WorkerSetting(
                         plan, worker, job.recipe, job.task, job.options, world.device, of_replicas, keep_gradients
                     )
-                    executor = open_worker(setting, job.folder, transport, self.step or None, checkpoint)
-                row.transports.append(transport)
-                row.executors.append(executor)
+                    row.executors.append(open_worker(setting, job.folder, transport, self.step or None, checkpoint))
             self.rows.append(row)
         self.every = [executor for row in self.rows for executor in row.executors]
-        first: dict[int, Executor] = {}
-        for executor in self.every:
-            first.setdefault(executor.worker, executor)
+        first = {executor.worker: executor for executor in reversed(self.every)}
         self.executors = [first[worker] for worker in sorted(first)]
         self.losses = Losses(plan, world.line, self.executors, world.turns, everywhere)
         self._shares: dict[int, dict[int, Microbatches]] = {}  # of minibatches, for the replicas that lack theirs
@@ -159,9 +154,7 @@ class WalkedRows:
         self.shards = []
         for executor in self.every:
             executor.reset()
-        for row in self.rows:
-            for transport in row.transports:
-                transport.begin(step)
+            executor.transport.begin(step)
         for place, executor in enumerate(self.every):
             begin_or_go_on(executor, resumed, shards[place] if shards else [], limit.end)
         walks = []
@@ -170,7 +163,7 @@ class WalkedRows:
             events = LimitedRow(schedule, row.rank, limit, turns, step, start)
             feed = None if row.rank or batches is None else partial(self._share, batches, row.replica)
             reports = report if row.rank == row.replica == 0 else None
-            walks.append(partial(train, row.executors, row.transports, events, self.losses, feed, reports, observers))
+            walks.append(partial(train, row.executors, events, self.losses, feed, reports, observers))
         turns.begin(walks)
 
     def forget_checkpoint(self) -> None:
@@ -194,9 +187,8 @@ class WalkedRows:
 
     def finish(self) -> None:
         """Wait until all that was sent has been received."""
-        for row in self.rows:
-            for transport in row.transports:
-                transport.finish()
+        for executor in self.every:
+            executor.transport.finish()
 
     def _share(self, batches: Callable[[int], Microbatches], replica: int, minibatch: int) -> Microbatches:
         """The microbatches of a minibatch that a replica of worker 0 computes."""

@@ -26,7 +26,6 @@ from fxpipe.device_copies import mark
 from fxpipe.observe.record import RecordedStep, ScaledStep
 from fxpipe.runtime.process.losses import Losses, StepLoss
 from fxpipe.runtime.wires.one_process import Turns
-from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.observer import Observer
@@ -72,7 +71,6 @@ class EndedStep(NamedTuple):
 
 def train(
     executors: Sequence[Executor],
-    transports: Sequence[WiredTransport],
     row: LimitedRow,
     losses: Losses,
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
@@ -96,26 +94,19 @@ def train(
     unreported: int | None = None
     version = first.store.version
 
-    def report_of(minibatch: int) -> None:
-        updater, scaled = first.store.updater, None if scaler is None else scaler.last
-        if report is not None:
-            report(EndedStep(minibatch, losses[minibatch], updater.lr, first.store.norm, scaled))
-
-    def expect(event: Event) -> None:
-        worker, action = event
-        of_worker[worker].expect(action)
-
     for observer in observers:  # before receives are posted: observers may end the run here
         observer.between(executors)
-    for event in posted(row.next, expect, LOOKAHEAD * len(executors), first.device):
+    ahead = LOOKAHEAD * len(executors)
+    for event in posted(row.next, lambda event: of_worker[event[0]].expect(event[1]), ahead, first.device):
         if not together or event is None or event[1].minibatch != ended:
             for executor in reversed(executors):
                 executor.announce()
             for executor in executors:
                 losses.update(executor, executor.settle())
-            if unreported is not None:
-                report_of(unreported)
-                unreported = None
+            if unreported is not None and report is not None:
+                lr, norm, scaled = first.store.updater.lr, first.store.norm, None if scaler is None else scaler.last
+                report(EndedStep(unreported, losses[unreported], lr, norm, scaled))
+            unreported = None
             if first.store.version != version:
                 version = first.store.version
                 for observer in observers:
@@ -152,11 +143,11 @@ def train(
         ended = action.minibatch
         if worker == 0 and executor.store.due is not None:
             unreported = executor.store.due
-    for executor, transport in zip(executors, transports, strict=True):
+    for executor in executors:
         executor.store.versions.expect_all()
-        transport.drop_weights()
-    for transport in transports:
-        transport.finish()
+        executor.transport.drop_weights()
+    for executor in executors:
+        executor.transport.finish()
 
 
 @dataclass

@@ -77,6 +77,12 @@ class Transport(ABC):
     def recv_note(self, source: int, what: Note) -> torch.Tensor:
         """Receive a note, waiting for it."""
 
+    def drop_weights(self) -> None:  # noqa: B027
+        """Receive the announced blocks of weights that no action will read."""
+
+    def begin(self, minibatch: int) -> None:  # noqa: B027
+        """Set the first minibatch of this worker."""
+
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
         """The worker has finished an action: forget messages that must have been received by now."""
 

@@ -225,7 +225,6 @@ class WiredTransport(Transport):
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
 
     def drop_weights(self) -> None:
-        """Receive the announced blocks of weights that no action will read."""
         for key in [key for key in self._posted if key[0] == "weights"]:
             self._wait(key, Cause("weights", "weights", key[1]))
 
@@ -250,7 +249,6 @@ class WiredTransport(Transport):
             self._reap(self._sent_weights, self._now - self._weights_in_flight)
 
     def begin(self, minibatch: int) -> None:
-        """Set the first minibatch of this worker."""
         self._now = minibatch * self._microbatches
 
     def finish(self) -> None:
