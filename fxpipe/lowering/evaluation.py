@@ -31,8 +31,7 @@ from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.hooks import Metrics, MetricsOfAll
 from fxpipe.task.loss_weights import weight_of
-from fxpipe.tracing.capture import CapturedEvaluation, capture_evaluation
-from fxpipe.tracing.carried_buffers import buffers_carried
+from fxpipe.tracing.evaluation import CapturedEvaluation, buffers_carried, capture_evaluation
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 _TOO_MANY = ("eval_data() gives", "pad them (--pad-to), or use drop_last=True")

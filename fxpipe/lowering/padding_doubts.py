@@ -20,7 +20,7 @@ from fxpipe.task.batch import Batch, is_named
 from fxpipe.task.hooks import Loss, Metrics
 from fxpipe.task.loss_weights import weight_of
 from fxpipe.task.meta import are_on_meta
-from fxpipe.tracing.eval_mode import eval_mode
+from fxpipe.tracing.evaluation import eval_mode
 
 
 def padding_doubts(

@@ -1,4 +1,4 @@
-"""Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, a forward.
+"""Capture: an ordinary training step becomes one joint graph of forward, loss and backward.
 
 This file, with `joint` (which reads what comes out), is all that depends on torch's private tracing API,
 `aot_export_joint_with_descriptors`. It traces the eager module (never an exported one, which loses the backward of a
@@ -30,24 +30,23 @@ from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import rarely_collected
 from fxpipe.messages import silenced
-from fxpipe.plan.spec import LeafSpec, TensorSpec, WatchedSpec
+from fxpipe.plan.spec import LeafSpec, WatchedSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import Batch, as_scalar, tensor_spec
-from fxpipe.task.hooks import Loss, Metrics, loss_and_metrics
+from fxpipe.task.hooks import Loss, loss_and_metrics
 from fxpipe.task.parameter_attributes import attributes_of
 from fxpipe.torch_private import DisableTorchFunction, FakeTensorMode, compiling, pytree, run_backward
 from fxpipe.torch_private.aot import aot_export_joint_with_descriptors
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import kernels, origin, recurrent
 from fxpipe.tracing.batch_reads import BatchReads, of_what_is_read
-from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
-from fxpipe.tracing.held_tensors import NO_TENSORS, HeldTensors
+from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.hook_state import NO_HOOKS, Hooks
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, noteworthy, still_changing
-from fxpipe.tracing.refusals import dense, evaluated, explain, own_functions, own_gradients, scalar
+from fxpipe.tracing.refusals import dense, explain, own_functions, own_gradients, scalar
 from fxpipe.tracing.step_calls import StepCalls
 from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 from fxpipe.tracing.unseen import without_checks
@@ -105,7 +104,7 @@ def capture(
     example, attributes = Batch.of(batch, constant_batch), attributes_of(model)
     example.check_constants()
     program, places = of_what_is_read(
-        example, lambda b, reads: _captured(model, loss, _Example.of(b, reads), autocast, params, state_notes, hooks)
+        example, lambda b, reads: _captured(model, loss, Example.of(b, reads), autocast, params, state_notes, hooks)
     )
     read = tuple(replace(b, where=places.get(b.leaf.name)) for b in program.batch)
     return replace(program, batch=read, attributes=attributes)
@@ -114,7 +113,7 @@ def capture(
 def _captured(
     model: nn.Module,
     loss: Loss,
-    example: _Example,
+    example: Example,
     autocast: str | None,
     params: str | None,
     state_notes: bool,
@@ -125,7 +124,7 @@ def _captured(
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     dense(tensors)
-    device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
+    device = one_device([*tensors.values[: tensors.registered], *example.inputs])
     traced = _trace(model, loss, example, tensors, device, autocast)
     if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
         tensors = hold(updated)
@@ -144,10 +143,10 @@ def _captured(
             f"--params bf16 rounds {listed(buffers, 4)}, also what the step makes of them, as model.to(torch.bfloat16) "
             "does; a model that has bfloat16 parameters already keeps the types of its buffers"
         )
-    return replace(program, warnings=(*program.warnings, *notes), watched=_watched(program, tensors, traced))
+    return replace(program, warnings=(*program.warnings, *notes), watched=watched(program, tensors, traced))
 
 
-def _watched(program: Program, tensors: HeldTensors, traced: Traced) -> tuple[WatchedSpec, ...]:
+def watched(program: Program, tensors: HeldTensors, traced: Traced) -> tuple[WatchedSpec, ...]:
     """What the program has read of state that hooks reach."""
     lines, buffers = dict(traced.met), {}
     rows = {row.names[0]: program.placeholders[row.node] for row in program.buffers}
@@ -159,99 +158,7 @@ def _watched(program: Program, tensors: HeldTensors, traced: Traced) -> tuple[Wa
 
 
 @dataclass(frozen=True)
-class CapturedEvaluation:
-    """`metrics(model, batch)` as a program whose outputs are the computed metrics, and new values of buffers.
-
-    Attributes:
-        metrics: all their names, in the order of the user's dictionary.
-        constants: those that are plain numbers.
-        gathered: those that have dimensions, if they are gathered.
-    """
-
-    program: Program
-    metrics: tuple[str, ...]
-    constants: dict[str, float]
-    gathered: dict[str, TensorSpec]
-
-
-@one_at_a_time()
-@rarely_collected()
-def capture_evaluation(
-    model: nn.Module,
-    metrics: Metrics,
-    batch: Any,
-    *,
-    gathers: bool = False,
-    params: str | None = None,
-    hooks: Hooks = NO_HOOKS,
-) -> CapturedEvaluation:
-    """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
-
-    Args:
-        model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
-        metrics: returns a dictionary of numbers and tensors of one element.
-        gathers: it may return tensors with dimensions, too, which runs gather.
-        params, hooks: as in `capture`.
-        batch: a pytree of tensors and plain constants, or a `Batch`, which also says which are constants.
-
-    Raises:
-        CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
-        BatchError: the batch is not a pytree of tensors.
-    """
-    return of_what_is_read(
-        Batch.of(batch), lambda b, reads: _evaluation(model, metrics, _Example.of(b, reads), gathers, params, hooks)
-    )[0]
-
-
-def _evaluation(
-    model: nn.Module,
-    metrics: Metrics,
-    example: _Example,
-    gathers: bool,
-    params: str | None,
-    hooks: Hooks,
-    outside: Mapping[str, torch.Tensor] = NO_TENSORS,
-) -> CapturedEvaluation:
-    tensors = HeldTensors(model, functions=(metrics,), params=params, hooks=hooks, outside=outside)
-    device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
-    count = len(tensors.values)
-    place = user_lines.definition(metrics)
-    results: dict[str, Any] = {}
-    replaced: list[int] = []
-    lost: list[int] = []
-    watch = tensors.traced_step()
-
-    def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
-        held, (user_batch, known_values) = args[:count], example.with_tensors(args[count:])
-        with tensors.replaced(held), torch.no_grad():
-            with origin.recording(model, watch, args, tensors.stand_ins, known_values, example.reads):
-                values = evaluated(metrics(model, user_batch), place, gathers)
-            new = tensors.rebound()
-        replaced[:], lost[:] = _by_type(new, tensors.inputs)
-        results.clear()
-        results.update(values)
-        # Copies: a metric may be a parameter, or have two names.
-        computed_values = [v for v in values.values() if isinstance(v, torch.Tensor)]
-        return [v.detach().clone() for v in (*(new[row] for row in replaced), *computed_values)]
-
-    with eval_mode(model), tensors.python.preserved(), tensors.shared.reading():
-        graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.inputs), *example.inputs], watch)
-    if more := tensors.outside(watch.met):
-        with contextlib.suppress(CaptureError):  # as in `_captured`
-            return _evaluation(model, metrics, example, gathers, params, hooks, more)
-    computed = tuple(name for name, v in results.items() if isinstance(v, torch.Tensor))
-    notes += [f"it changes {change}: the change is not kept" for change in noteworthy(tensors.changes)]
-    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed, evaluates=True, met=watch.met)
-    tree = pytree.treespec_dumps(example.batch.tree)
-    program = Reader(traced, tensors, example.leaves, example.inputs).program(tree, device, None)
-    program = replace(program, watched=_watched(program, tensors, traced))
-    constants = {name: float(v) for name, v in results.items() if name not in computed}
-    tensors_of_all = {name: tensor_spec(results[name]) for name in computed if gathers and results[name].dim()}
-    return CapturedEvaluation(program, tuple(results), constants, tensors_of_all)
-
-
-@dataclass(frozen=True)
-class _Example:
+class Example:
     """A batch for capture: its leaves with the layouts of their tensors, and the tensors that are traced.
 
     Every tensor has its own memory.
@@ -263,7 +170,7 @@ class _Example:
     reads: BatchReads
 
     @staticmethod
-    def of(batch: Batch, reads: BatchReads) -> _Example:
+    def of(batch: Batch, reads: BatchReads) -> Example:
         device = next(iter(batch.tensors.values())).device.type
         # Labels that share memory with the inputs must not become one tensor with them.
         inputs = [
@@ -273,7 +180,7 @@ class _Example:
         ]
         laid_out = iter(inputs)
         leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in batch.leaves]
-        return _Example(batch, leaves, inputs, reads)
+        return Example(batch, leaves, inputs, reads)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
         """The user's batch with other tensors in place of those that are traced, and its constants."""
@@ -289,7 +196,7 @@ class _Example:
         return pytree.tree_unflatten(values, self.batch.tree), known_values
 
 
-def _one_device(tensors: Sequence[torch.Tensor]) -> str:
+def one_device(tensors: Sequence[torch.Tensor]) -> str:
     """The devices of the tensors, except those without values on the meta device."""
     devices = {t.device.type for t in tensors if not t.is_meta}
     if len(devices) > 1:
@@ -323,16 +230,14 @@ class _Bare(nn.Module):
 def _trace(
     model: nn.Module,
     loss: Loss,
-    example: _Example,
+    example: Example,
     tensors: HeldTensors,
     device: str,
     autocast: str | None,
 ) -> Traced:
     count = len(tensors.values)
-    replaced: list[int] = []
-    lost: list[int] = []
-    named: dict[str, torch.Tensor] = {}
-    functions: list[str] = []
+    replaced, lost = list[int](), list[int]()
+    named, functions = dict[str, torch.Tensor](), list[str]()
     place = user_lines.definition(loss)
     watch = tensors.traced_step()
 
@@ -352,7 +257,7 @@ def _trace(
             own_gradients(value, watch, tensors)
             functions[:] = own_functions(value)
             new = tensors.rebound()
-        replaced[:], lost[:] = _by_type(new, tensors.inputs)
+        replaced[:], lost[:] = by_type(new, tensors.inputs)
         if any(value is a for a in args):
             value = value.clone()  # a loss that is a parameter
         return [value, *(new[row].detach().clone() for row in replaced), *named.values()]
@@ -360,7 +265,7 @@ def _trace(
     # Undone: changes of the backward, draws of the forward.
     with tensors.python.preserved(), tensors.shared.reading():
         before = tensors.python.snapshot()
-        graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
+        graph_module, notes = exported(step, [*tensors.inputs, *example.inputs], watch)
         tensors.changes += tensors.python.changes(before)
     if tensors.hooked:
         notes.append(f"{OF_HOOKS}: {', '.join(tensors.hooked)}")
@@ -374,7 +279,7 @@ def _trace(
 
 
 def _state_notes(
-    model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None, nodes: int
+    model: nn.Module, loss: Loss, example: Example, tensors: HeldTensors, device: str, autocast: str | None, nodes: int
 ) -> list[str]:
     """Notes for the user on the Python state that the step changes; refused if its later calls depend on it."""
     changes = tensors.changes
@@ -429,13 +334,13 @@ def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tupl
     return gradients
 
 
-def _export(
+def exported(
     function: Callable[..., list[torch.Tensor]], args: Sequence[torch.Tensor], watch: origin.TracedStep
 ) -> tuple[fx.GraphModule, list[str]]:
     """The traced graph (joint if an argument requires a gradient), and what the user should know about it."""
     # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.
     fake = KernelStrides(allow_non_fake_inputs=True)
-    device = _one_device(args)
+    device = one_device(args)
     fakes = tuple(_fake(fake, t, device) for t in args)
     try:
         with (
@@ -449,7 +354,7 @@ def _export(
             traced = aot_export_joint_with_descriptors(stack, _Bare(function), fakes)
     except FxpipeError:
         if watch.calls.settle():
-            return _export(function, args, watch)
+            return exported(function, args, watch)
         raise
     except Exception as error:
         raise explain(error, watch) from error
@@ -461,7 +366,7 @@ def _export(
     return traced.graph_module, [*([drawn] if drew() else []), *unchecked]
 
 
-def _by_type(new: Mapping[int, Any], old: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+def by_type(new: Mapping[int, Any], old: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """The rows whose new value has the shape and type of the old one, and those whose new value has not."""
     rows: tuple[list[int], list[int]] = ([], [])
     for row, tensor in new.items():

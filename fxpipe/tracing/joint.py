@@ -203,13 +203,8 @@ class Reader:
     def _tangent(self, node: fx.Node) -> None:
         """The gradient of the loss with respect to itself: the constant 1."""
         fake = node.meta["val"]
-        ones = self.graph.create_node(
-            "call_function",
-            torch.ops.aten.ones.default,
-            (list(fake.shape),),
-            {"dtype": fake.dtype, "device": torch.device(fake.device.type)},
-            name="d_loss",
-        )
+        call, like = torch.ops.aten.ones.default, {"dtype": fake.dtype, "device": torch.device(fake.device.type)}
+        ones = self.graph.create_node("call_function", call, (list(fake.shape),), like, name="d_loss")
         ones.meta["val"] = fake
         ones.meta[INFO] = NodeInfo("B")
         self.mapped[node] = ones

@@ -20,7 +20,7 @@ from fxpipe.ir.program import Level, Output, Program, info
 from fxpipe.ir.stage import Part
 from fxpipe.ir.wire import is_recv, is_send
 from fxpipe.planner.cuts import Cuts
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 aten = torch.ops.aten
 CUTS = Cuts((0, 3, 6), (0, 3, 6))

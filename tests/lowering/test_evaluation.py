@@ -29,7 +29,7 @@ from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.wires.addresses import moves
 from fxpipe.task.batch import Batch
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 
 def compiled(

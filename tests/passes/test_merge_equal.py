@@ -12,7 +12,7 @@ from fxpipe.ir.transform import run_passes
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.task.hooks import Metrics
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 
 def captured(metrics: Metrics) -> Program:

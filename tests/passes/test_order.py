@@ -20,7 +20,7 @@ from fxpipe.passes.encode import Encode
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.planner.cuts import Cuts
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 PARTS = ("first", "convolution", "last")
 OWNERS = {f"{layer}.{kind}": int(layer == "last") for layer in PARTS for kind in ("weight", "bias")}

@@ -10,7 +10,7 @@ from fxpipe.ir.transform import run_passes
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.task.hooks import Metrics
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 
 def ordered(metrics: Metrics, owners: dict[str, int]) -> tuple[Program, Program]:

@@ -34,7 +34,7 @@ from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.planner.cuts import Cuts
-from fxpipe.tracing.capture import capture_evaluation
+from fxpipe.tracing.evaluation import capture_evaluation
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROUND = ("encode", "whole_loss", "split")

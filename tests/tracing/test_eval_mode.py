@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CaptureError
-from fxpipe.tracing.eval_mode import eval_mode
+from fxpipe.tracing.evaluation import eval_mode
 
 
 class Merging(nn.Linear):
