@@ -90,7 +90,7 @@ class _Wiring:
         self.homes = {name: home_of(new) for name, new in program.updates().items()}
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         self.parameters = {p.node for p in program.parameters}
-        self.made: dict[tuple[fx.Node, str], fx.Node] = {}  # forms in which a value travels, by what they differ in
+        self.forms: dict[tuple[fx.Node, str], fx.Node] = {}  # forms in which a value travels, by what they differ in
         self.first = next(iter(program))
         backward = (n for n in program if info(n).phase != "F")
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
@@ -297,9 +297,9 @@ class _Wiring:
 
     def _form(self, node: fx.Node, what: str, target: Any, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
         """A form of a value that travels in its place; made once."""
-        if (node, what) not in self.made:
-            self.made[node, what] = self._made_of(node, target, f"{node.name}_{what}", home, *args, **kwargs)
-        return self.made[node, what]
+        if (node, what) not in self.forms:
+            self.forms[node, what] = self._made_of(node, target, f"{node.name}_{what}", home, *args, **kwargs)
+        return self.forms[node, what]
 
     def _made_of(self, node: fx.Node, target: Any, name: str, home: _Place, *args: Any, **kwargs: Any) -> fx.Node:
         """A call on a value, placed right after it."""

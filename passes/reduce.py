@@ -147,10 +147,10 @@ class _Gradients:
         self.phase = program.phases[-1]
         self.calls = [n for n in program if info(n).worker == worker and info(n).phase == self.phase]
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
-        self.made = set(self.calls)  # inputs of the phase exist from its start
+        self.existing = set(self.calls)  # inputs of the phase exist from its start
         names = {p.node: p.names[0] for p in program.parameters}
         gradients = {names[p]: node for p, node in program.gradients().items() if home_of(node) == worker}
-        ready = sorted(gradients.items(), key=lambda row: (row[1] in self.made, self.order[row[1]]))
+        ready = sorted(gradients.items(), key=lambda row: (row[1] in self.existing, self.order[row[1]]))
         self.nodes = dict(ready)
         for name, node in ready:
             if is_sparse(node):
@@ -183,7 +183,7 @@ class _Gradients:
     def hand_over(self, bucket: BucketSpec, after: fx.Node | None) -> fx.Node:
         """The call for a bucket: after its last member, and after another call."""
         members = [self.nodes.get(name) for name in bucket.parameters]
-        computed = [node for node in members if node in self.made]
+        computed = [node for node in members if node in self.existing]
         last = max((node for node in computed if node is not None), key=self.order.__getitem__, default=None)
         anchor = max((n for n in (after, last) if n is not None), key=self.order.__getitem__, default=None)
         target = wire.reduce_scatter if bucket.sharded else wire.all_reduce

@@ -20,13 +20,13 @@ class Interval:
     seconds: float | None = None
 
     @staticmethod
-    def of(given: str | int) -> Interval:
+    def of(every: str | int) -> Interval:
         """Read a user's interval; in Python it may be a number of steps.
 
         Raises:
             FxpipeError: it is not an interval.
         """
-        text = str(given)
+        text = str(every)
         if text.isdecimal() and int(text) > 0:
             return Interval(steps=int(text))
         if text == ASKED:
@@ -35,7 +35,7 @@ class Interval:
         if match and float(match[1]) > 0:
             return Interval(seconds=float(match[1]) * _UNITS[match[2]])
         raise FxpipeError(
-            f"{given!r} is not an interval", hint="give steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
+            f"{every!r} is not an interval", hint="give steps: 500; a time: 30s, 10min, 2h; or epoch, or asked"
         )
 
     def due(self, step: int) -> bool:

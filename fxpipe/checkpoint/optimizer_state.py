@@ -224,14 +224,14 @@ class UnsavedState:
         objects = [value for holder in not_saved for value in holder.read().values()]
         self._python = state_outside([optimizer, *([scheduler] if keeps else [])], [*objects, *callbacks])
         self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in not_saved)]
-        self._said = False
+        self._warned = False
 
     def warning(self) -> str | None:
         """The warning at a checkpoint, given once: what has changed, and how to keep it."""
         changes = [c for c in noteworthy(self._python.changes(self._before)) if not isinstance(c.holder, Memory)]
-        if self._said or not changes:
+        if self._warned or not changes:
             return None
-        self._said = True
+        self._warned = True
         names = listed(list(dict.fromkeys(map(str, changes))), 4)
         return (
             f"hooks of the optimizer, its scheduler or callbacks have changed {names}, which no checkpoint has: a run "

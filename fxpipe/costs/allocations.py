@@ -30,7 +30,7 @@ class TrackedAllocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: dict[int, int] = {}  # bytes by address of the storage's record
+        self._sizes: dict[int, int] = {}  # bytes by address of the storage's record
 
     def restart(self) -> None:
         """From now on `peak` counts from the present memory."""
@@ -53,15 +53,15 @@ class TrackedAllocations(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = memory_of(tensor)
-        if key in self._known:
+        if key in self._sizes:
             return
-        self._known[key] = storage.nbytes()
+        self._sizes[key] = storage.nbytes()
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._freed, key).atexit = False
 
     def _freed(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        self.live -= self._sizes.pop(key)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

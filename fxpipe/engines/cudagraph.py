@@ -54,18 +54,18 @@ class _Replayed:
         # By index, the address of each weight that the graph reads where it is.
         self._placed: dict[int, int | None] = {i: None for i, row in enumerate(part.inputs) if row.kind == "weight"}
         self._graph: Any = None
-        self._given: list[tuple[list[int], list[Tensor]]] = []  # by dtype: indices of inputs, and their copies
-        self._made: list[tuple[list[int], list[Tensor]]] = []  # the same of outputs
+        self._inputs: list[tuple[list[int], list[Tensor]]] = []  # by dtype: indices of inputs, and their copies
+        self._outputs: list[tuple[list[int], list[Tensor]]] = []  # the same of outputs
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         moved = [i for i, address in self._placed.items() if self._address(i, inputs[i]) != address]
         if self._graph is None or moved:
             self._capture(inputs, moved)
-        for indices, copies in self._given:
+        for indices, copies in self._inputs:
             foreach_copy_(copies, [inputs[i] for i in indices])
         self._graph.replay()
         outputs = [layout.empty(self._device) for layout in self._results]
-        for indices, results in self._made:
+        for indices, results in self._outputs:
             foreach_copy_([outputs[i] for i in indices], results)
         return outputs
 
@@ -82,7 +82,7 @@ class _Replayed:
                 del self._placed[i]
         if self._graph is not None:
             torch.cuda.current_stream().synchronize()  # CUDA does not say that a graph may be destroyed while it runs
-        self._graph, self._given, self._made = None, [], []  # their memory is free for the next graph
+        self._graph, self._inputs, self._outputs = None, [], []  # their memory is free for the next graph
         arguments = [
             x if i in self._placed else layout.empty(self._device).copy_(x)
             for i, (x, layout) in enumerate(zip(inputs, self._layouts, strict=True))
@@ -97,8 +97,8 @@ class _Replayed:
                 results = self._compute(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = graph
-        self._given = _by_dtype({i: x for i, x in enumerate(arguments) if i not in self._placed})
-        self._made = _by_dtype(dict(enumerate(results)))
+        self._inputs = _by_dtype({i: x for i, x in enumerate(arguments) if i not in self._placed})
+        self._outputs = _by_dtype(dict(enumerate(results)))
 
 
 def _by_dtype(tensors: dict[int, Tensor]) -> list[tuple[list[int], list[Tensor]]]:

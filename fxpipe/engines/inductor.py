@@ -61,9 +61,9 @@ class InductorEngine(Engine):
         if torch.device(device).type == "cuda":
             if importlib.util.find_spec("triton") is None:
                 return "inductor needs triton on CUDA: pip install triton"
-            if not _found(os.environ.get("CC", "gcc"), "gcc", "clang"):
+            if not _installed(os.environ.get("CC", "gcc"), "gcc", "clang"):
                 return "triton needs a C compiler: install gcc, or set CC"
-        elif not _found(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+        elif not _installed(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
             return "inductor needs a C++ compiler: install g++, or set CXX"
         return None
 
@@ -219,5 +219,5 @@ def _machine() -> str:
     return f"machine {torch.backends.cpu.get_cpu_capability()} {digest}"
 
 
-def _found(*names: str) -> bool:
+def _installed(*names: str) -> bool:
     return any(shutil.which(name.split()[-1]) for name in names if name.strip())

@@ -111,7 +111,7 @@ class _MainGraph:
         self.inner: list[onnx.ValueInfoProto] = []
         self.inputs: list[Entry[PartInput]] = []
         self.outputs: list[Entry[PartOutput]] = []
-        self.known: dict[tuple[str, ...], str] = {}  # names of existing values, by key
+        self.existing: dict[tuple[str, ...], str] = {}  # names of existing values, by key
         self.names = Names()
 
     def call(self, converted: Converted) -> None:
@@ -124,12 +124,12 @@ class _MainGraph:
 
     def _input(self, part: PurePart, row: PartInput, info: onnx.ValueInfoProto) -> str:
         key = self._key(part, row)
-        if key not in self.known:
+        if key not in self.existing:
             name = f"{part.name}.{row.name}" if row.kind == "mask" else row.name
-            self.known[key] = self.names.free(row.kind, name)
-            self.inputs.append(Entry(self.known[key], part, row))
-            self.infos.append(_renamed(info, self.known[key]))
-        return self.known[key]
+            self.existing[key] = self.names.free(row.kind, name)
+            self.inputs.append(Entry(self.existing[key], part, row))
+            self.infos.append(_renamed(info, self.existing[key]))
+        return self.existing[key]
 
     def _output(self, part: PurePart, row: PartOutput, info: onnx.ValueInfoProto) -> str:
         if row.kind in ("loss", "gradient", "update"):
@@ -140,7 +140,7 @@ class _MainGraph:
             name = self.names.free(row.kind, row.name if row.kind == "sent" else f"stage_{part.worker}.{row.name}")
             self.inner.append(_renamed(info, name))
         if row.kind != "gradient":
-            self.known[self._key(part, row)] = name  # a buffer's later readers see its new value
+            self.existing[self._key(part, row)] = name  # a buffer's later readers see its new value
         return name
 
     def _key(self, part: PurePart, row: PartInput | PartOutput) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]
     )  # fmt: skip
     partitions = list(subject.costs.partitions) if planned_for else []
     if not partitions and recipe is not None:
-        partitions = [_own(subject, _planned_for(subject, recipe))]
+        partitions = [_own_cuts(subject, _planned_for(subject, recipe))]
     order = (*MODES, PINNED)
     return [_partition_row(p, p is partitions[-1]) for p in sorted(partitions, key=lambda p: order.index(p.mode))]
 
@@ -199,7 +199,7 @@ def _planned_for(subject: Subject, recipe: Recipe) -> Workers:
     return setting.workers(subject.plan.workers)
 
 
-def _own(subject: Subject, workers: Workers) -> Partition:
+def _own_cuts(subject: Subject, workers: Workers) -> Partition:
     """The cost of the build's own cuts for these workers."""
     plan, compared = subject.plan, subject.costs.partitions
     again = compared[-1].recompute if compared else ()

@@ -99,19 +99,19 @@ class OwnVersions(Versions):
         for action in schedule.until(worker, last + 1):
             seen[action] = min(updates, action.minibatch)
             updates += schedule.updated_by(action) is not None
-        self._own = {
+        self._own_lags = {
             (action.phase, action.microbatch): last - version
             for action, version in seen.items()
             if action.minibatch == last
         }
         for action, version in seen.items():
-            steady = max(0, action.minibatch - self._own[action.phase, action.microbatch])
+            steady = max(0, action.minibatch - self._own_lags[action.phase, action.microbatch])
             if version != steady:
                 raise _not_fixed(schedule, (worker, action), worker, version, steady)
 
     def lag(self, phase: Phase, reader: int, owner: int, microbatch: int = 0) -> int:
         if reader == owner == self.worker:
-            return self._own[self.schedule.runs_in(phase), microbatch]
+            return self._own_lags[self.schedule.runs_in(phase), microbatch]
         return versions_of(self.schedule).lag(phase, reader, owner, microbatch)
 
 

@@ -14,7 +14,7 @@ from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts, partit
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.workers import Workers
 
-Found = dict[str, Partition]
+ByMode = dict[str, Partition]
 """The partitions of several modes; a mode that does not fit is missing."""
 
 
@@ -23,9 +23,9 @@ class Plans:
     """Plans of `partitions`, kept for the next call."""
 
     say: Callable[[str], None] = lambda text: None
-    _kept: list[tuple[Profile, Workers, tuple[str, ...], Found | TooLittleMemory]] = field(default_factory=list)
+    _kept: list[tuple[Profile, Workers, tuple[str, ...], ByMode | TooLittleMemory]] = field(default_factory=list)
 
-    def of(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
+    def of(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> ByMode:
         """The best partition of each mode that fits.
 
         Schedules with a flush differ only in memory. If one worker could hold everything, memory does not matter,
@@ -38,12 +38,12 @@ class Plans:
         if workers.count > len(profile.units):
             what = f"{workers.count} workers, but the step has only {len(profile.units)} units to share"
             raise CutError(what, hint=f"use -n {len(profile.units)} or fewer")
-        roomy = _roomy(profile, workers)
-        planned_for = _without_memory(workers) if roomy else workers
-        plans = self._planned(profile, planned_for, modes)
-        return {m: _with_memory_of(profile, workers, p) for m, p in plans.items()} if roomy else plans
+        if not _roomy(profile, workers):
+            return self._planned(profile, workers, modes)
+        plans = self._planned(profile, _without_memory(workers), modes)
+        return {m: replace(plan, loads=of_cuts(profile, workers, plan.cuts).loads) for m, plan in plans.items()}
 
-    def _planned(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
+    def _planned(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> ByMode:
         for kept, before, wider, kept_plans in self._kept:
             if kept is profile and before == workers and set(modes) <= set(wider):  # planned on the way to wider modes
                 if isinstance(kept_plans, TooLittleMemory) and modes == wider:
@@ -51,7 +51,7 @@ class Plans:
                 if isinstance(kept_plans, dict) and any(mode in kept_plans for mode in modes):
                     return {mode: kept_plans[mode] for mode in modes if mode in kept_plans}
         try:
-            plans: Found | TooLittleMemory = partitions(profile, workers, modes, self.say)
+            plans: ByMode | TooLittleMemory = partitions(profile, workers, modes, self.say)
         except TooLittleMemory as error:
             plans = error
         self._kept.append((profile, workers, modes, plans))
@@ -74,8 +74,3 @@ def _without_memory(workers: Workers) -> Workers:
     return replace(
         workers, memory=(inf,) * count, in_flight=(1,) * count, deferred=(0,) * count, owned_factor=(1.0,) * count
     )
-
-
-def _with_memory_of(profile: Profile, workers: Workers, plan: Partition) -> Partition:
-    """The plan with the memory that it takes under a schedule."""
-    return replace(plan, loads=of_cuts(profile, workers, plan.cuts).loads)

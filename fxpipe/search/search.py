@@ -16,7 +16,7 @@ from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
 from fxpipe.search.candidate import Candidate, Question, Sized, candidates, counted
 from fxpipe.search.climb import climb
-from fxpipe.search.plans import Found, Plans
+from fxpipe.search.plans import ByMode, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
 from fxpipe.search.side_by_side import SIMULATIONS, advised_partitions, between_branches
 from fxpipe.search.simulated_plan import Judge, SimulatedPlan
@@ -142,7 +142,7 @@ class _Planning:
 
     def trials(self) -> list[SimulatedPlan]:
         """The trials of every candidate's own plan, and of the plans made for other schedules."""
-        planned: list[tuple[Judge, Found]] = []
+        planned: list[tuple[Judge, ByMode]] = []
         by_schedule: dict[str, list[Candidate]] = {}
         for candidate in candidates(self.question, self.sized):
             by_schedule.setdefault(candidate.schedule, []).append(candidate)
@@ -159,17 +159,17 @@ class _Planning:
                 trials += between_branches(judge, trial, borders(judge.profile, judge.workers.count))
         return [*trials, *self._borrowed(planned, trials)]
 
-    def _planned(self, own: Sequence[Candidate]) -> list[tuple[Judge, Found]]:
+    def _planned(self, of_schedule: Sequence[Candidate]) -> list[tuple[Judge, ByMode]]:
         """The plans of one schedule, by its candidates.
 
         Raises:
             TooLittleMemory: none fits.
             PolicyError: the schedule is refused.
         """
-        judges = [Judge.of(candidate, self.question) for candidate in own]
+        judges = [Judge.of(candidate, self.question) for candidate in of_schedule]
         if self.sized.fixed is not None:
             return [(judge, {PINNED: _fixed(judge)}) for judge in judges]
-        fitting: list[tuple[Judge, Found]] = []
+        fitting: list[tuple[Judge, ByMode]] = []
         short: TooLittleMemory | None = None
         for profile in {id(judge.profile): judge.profile for judge in judges}.values():
             group = [judge for judge in judges if judge.profile is profile]
@@ -185,7 +185,7 @@ class _Planning:
             raise short
         return fitting
 
-    def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    def _borrowed(self, planned: list[tuple[Judge, ByMode]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
         """Plans that were made for other schedules, where they fit: their objectives are the same."""
         tried = {(t.candidate.schedule, t.candidate.mode, t.cuts) for t in trials}
         borrowed = []
@@ -211,7 +211,7 @@ class _Planning:
 
 
 def _fixed(judge: Judge) -> Partition:
-    """The trials of the given cuts.
+    """The partition by the given cuts.
 
     Raises:
         TooLittleMemory: they do not fit.
@@ -270,11 +270,11 @@ def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
     return trial.staleness, complexity(trial), mode, trial.memory, trial.pace
 
 
-def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
+def _improved(of_schedule: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
     """The best trial of each kind of cuts of one schedule, after moving its cuts."""
     improved: list[SimulatedPlan] = []
-    for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
-        starts = [t for t in (*own, *improved) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
+    for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in of_schedule}]:
+        starts = [t for t in (*of_schedule, *improved) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
         starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
         better = climb(Judge.of(replace(starts[0].candidate, mode=mode), question), starts, SIMULATIONS)
         improved += [] if any(better is start for start in starts) else [better]

@@ -73,7 +73,7 @@ class _Messages:
         self.owner = {
             chain: _workers(bounds) for chain, bounds in (("F", self.cuts.forward), ("B", self.cuts.backward))
         }
-        self.found: dict[tuple[_Key, int], tuple[float, float, float]] = {}
+        self.combined: dict[tuple[_Key, int], tuple[float, float, float]] = {}
 
     def all(self) -> Iterator[Message]:
         """Every message; on the same link, activations and gradients come before saved values."""
@@ -87,12 +87,12 @@ class _Messages:
                 if any(owner[reader] != owner[value.producer] for reader in value.readers):
                     self._value(value, chain, chain == "F")
         yield from self._messages()
-        self.found = {}
+        self.combined = {}
         self._saved()
         yield from self._messages()
 
     def _messages(self) -> Iterator[Message]:
-        for (way, _), (size, made_at, needed) in sorted(self.found.items()):
+        for (way, _), (size, made_at, needed) in sorted(self.combined.items()):
             kind = "saved" if way[1] == "F" != way[3] else ""
             yield Message(*way, size, made_at, needed, turn=turn_of(kind, size))
 
@@ -109,8 +109,8 @@ class _Messages:
     def _add(self, key: _Key, size: float, made_at: float = 1.0, needed: float = 0.0) -> None:
         if key[0] != key[2] and size:
             part = key, int(made_at * PARTS)
-            before = self.found.get(part, (0.0, 0.0, 1.0))
-            self.found[part] = (before[0] + size, max(before[1], made_at), min(before[2], needed))
+            before = self.combined.get(part, (0.0, 0.0, 1.0))
+            self.combined[part] = (before[0] + size, max(before[1], made_at), min(before[2], needed))
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
         """A value that is sent from reader to reader: each forwards it when it has arrived (`handed_on_by`)."""

@@ -73,31 +73,31 @@ def norm(value: Tensor) -> float:
     return value.detach().to(wide_dtype(value)).norm().item()
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference; infinite for tensors of different shapes."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf
     wide = wide_dtype(expected)
-    return norm(found.detach().to(wide) - expected.detach().to(wide))
+    return norm(actual.detach().to(wide) - expected.detach().to(wide))
 
 
-def relative_error(found: Tensor | None, expected: Tensor, least: float = 0.0) -> float:
+def relative_error(actual: Tensor | None, expected: Tensor, least: float = 0.0) -> float:
     """The norm of the difference over the norm of what is expected, or over `least` if that is more.
 
-    Infinite if `found` is missing or of another shape, or if other values are infinite or NaN than expected.
+    Infinite if `actual` is missing or of another shape, or if other values are infinite or NaN than expected.
     """
-    if found is None or found.shape != expected.shape:
+    if actual is None or actual.shape != expected.shape:
         return math.inf
-    off = distance(found, expected)
+    off = distance(actual, expected)
     if math.isfinite(off):
         return off / max(norm(expected), least, 1e-30)
     wide = wide_dtype(expected)
-    return 0.0 if torch.allclose(found.detach().to(wide), expected.detach().to(wide), equal_nan=True) else math.inf
+    return 0.0 if torch.allclose(actual.detach().to(wide), expected.detach().to(wide), equal_nan=True) else math.inf
 
 
-def error_of_all(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The relative error of all tensors together, as if they were one; `found` has all that are expected."""
-    off = math.hypot(*(distance(found[name], value) for name, value in expected.items()))
+def error_of_all(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative error of all tensors together, as if they were one; `actual` has all that are expected."""
+    off = math.hypot(*(distance(actual[name], value) for name, value in expected.items()))
     return off / max(math.hypot(*map(norm, expected.values())), 1e-30)
 
 
@@ -108,7 +108,7 @@ def tolerance(dtypes: Iterable[str | torch.dtype], autocast: str | None = None) 
 
 
 def compare(
-    found: Mapping[str, Tensor], expected: Mapping[str, Expected], *, nan_equals_nan: bool = False
+    actual: Mapping[str, Tensor], expected: Mapping[str, Expected], *, nan_equals_nan: bool = False
 ) -> list[Difference]:
     """How far every expected output is off, and every output that is not expected.
 
@@ -121,10 +121,10 @@ def compare(
     """
     floors = _floors(expected)
     differences = [
-        _difference(name, found.get(name), row.value, floors[name], nan_equals_nan) for name, row in expected.items()
+        _difference(name, actual.get(name), row.value, floors[name], nan_equals_nan) for name, row in expected.items()
     ]
     return differences + [
-        Difference(n, math.inf, "is an output that is not expected") for n in found if n not in expected
+        Difference(n, math.inf, "is an output that is not expected") for n in actual if n not in expected
     ]
 
 
@@ -136,7 +136,7 @@ def in_words(differences: Sequence[Difference], most: int = 5) -> str:
 
 def rounding_alone(
     difference: Difference,
-    found: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     expected: Mapping[str, Expected],
     names: Sequence[str],
     exact: Callable[[], Sequence[Tensor]],
@@ -155,37 +155,37 @@ def rounding_alone(
         truth = dict(zip(names, exact(), strict=True))[difference.output]
     except Exception:  # an operator that has no float64
         return False
-    off, allowed = (distance(value, truth) for value in (found[difference.output], expected[difference.output].value))
+    off, allowed = (distance(value, truth) for value in (actual[difference.output], expected[difference.output].value))
     return off <= SLACK_OF_ENGINES * allowed
 
 
-def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float, nan_equals_nan: bool) -> Difference:
-    expected = expected.detach().to(found.device if found is not None else "cpu")
-    if found is None:
+def _difference(name: str, actual: Tensor | None, expected: Tensor, floor: float, nan_equals_nan: bool) -> Difference:
+    expected = expected.detach().to(actual.device if actual is not None else "cpu")
+    if actual is None:
         return Difference(name, math.inf, "is missing")
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return Difference(name, math.inf, f"is {_kind(found)}, not {_kind(expected)}")
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return Difference(name, math.inf, f"is {_kind(actual)}, not {_kind(expected)}")
     if not expected.numel():
         return Difference(name, 0.0)
     if not (expected.is_floating_point() or expected.is_complex()):
-        wrong = int((found != expected).sum())
+        wrong = int((actual != expected).sum())
         reason = f"differs in {wrong} of {expected.numel()} elements"
         return Difference(name, math.inf, reason) if wrong else Difference(name, 0.0)
     if expected.isnan().any():
         if not nan_equals_nan:
             return Difference(name, math.inf, NAN)
-        if not torch.equal(expected.isnan(), found.isnan()):
+        if not torch.equal(expected.isnan(), actual.isnan()):
             return Difference(name, math.inf, "is NaN in other places")
         numbers = ~expected.isnan()
-        found, expected = found[numbers], expected[numbers]
-    if found.isnan().any():
-        return Difference(name, math.inf, f"is NaN in {int(found.isnan().sum())} of {found.numel()} elements")
-    infinite = expected.isinf() | found.isinf()
-    if not torch.equal(found[infinite], expected[infinite]):
+        actual, expected = actual[numbers], expected[numbers]
+    if actual.isnan().any():
+        return Difference(name, math.inf, f"is NaN in {int(actual.isnan().sum())} of {actual.numel()} elements")
+    infinite = expected.isinf() | actual.isinf()
+    if not torch.equal(actual[infinite], expected[infinite]):
         return Difference(name, math.inf, "is infinite in other places")
-    found, expected = found[~infinite], expected[~infinite]
+    actual, expected = actual[~infinite], expected[~infinite]
     groups = zip(_groups(expected), (floor, 0.0), strict=True)
-    return Difference(name, max(relative_error(found[group], expected[group], least) for group, least in groups))
+    return Difference(name, max(relative_error(actual[group], expected[group], least) for group, least in groups))
 
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:

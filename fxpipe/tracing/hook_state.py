@@ -55,7 +55,7 @@ _NOTHING = object()
 def walk_of(hooks: Hooks) -> dict[str, Holder]:
     """What the hooks of a run reach, by names that are the same in every process."""
     named: dict[str, Holder] = {}
-    for holder in Walk(None, [hooks[name] for name in sorted(hooks)], loaders=True).found:
+    for holder in Walk(None, [hooks[name] for name in sorted(hooks)], loaders=True).holders:
         if isinstance(holder, _UNWATCHED) or holder.name.startswith("os.environ"):  # each process has its own
             continue
         name = stem = _own_name(holder)

@@ -62,7 +62,7 @@ class PythonState:
         self, model: nn.Module, functions: Sequence[Callable[..., Any]] = (), passed: Sequence[Any] = ()
     ) -> None:
         self._walk = Walk(model, functions, passed)
-        self.holders = self._walk.found
+        self.holders = self._walk.holders
         self.reached = self._walk.seen.values()
 
     def look_again(self) -> Snapshot:

@@ -113,7 +113,7 @@ def recording(
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        progress = saying(lambda: f"tracing, {recorder.made} calls of torch so far")
+        progress = saying(lambda: f"tracing, {recorder.count} calls of torch so far")
         with progress, recorder, recorder.checkpoints(), known_values.lists(), unseen.refused():
             yield
         if watch.unknown is not None:
@@ -141,7 +141,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.watch = watch
-        self.known = known_values
+        self.known_values = known_values
         self.reads = reads
         self.stand_ins = stand_ins
         self.stand_in_ids = {id(tensor) for tensor in stand_ins.values()}
@@ -150,7 +150,7 @@ class _Recorder(TorchFunctionMode):
         self.regions: list[int] = []
         self.numbers = itertools.count()
         self.marks = 0
-        self.made = 0
+        self.count = 0
         self.place: tuple[str, int] = ("", 0)
 
     def __torch_function__(
@@ -171,7 +171,7 @@ class _Recorder(TorchFunctionMode):
             self.marks += 1
             return None
         args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
-        traced = functools.partial(self.known.call, func, traced=functools.partial(self.traced, func))
+        traced = functools.partial(self.known_values.call, func, traced=functools.partial(self.traced, func))
         try:
             return self.reads.call(func, args, kwargs, traced)
         except Exception as error:
@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(func, HigherOrderOperator):
             self.watch.higher = self.place
         result = _fresh(func(*args, **kwargs), args, kwargs)
-        self.made += 1
+        self.count += 1
         self.watch.calls.made(call, result, self.place, self.where)
         return result
 
@@ -315,7 +315,7 @@ def _fresh(result: Any, args: Any, kwargs: Any) -> Any:
     What shares memory with one from elsewhere stays as it is: a change of it would be lost.
     """
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def of_step(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not FakeTensor or tensor.requires_grad or is_tensor_view(tensor):
             return tensor
         for argument in tensors_in((args, kwargs)):
@@ -324,7 +324,7 @@ def _fresh(result: Any, args: Any, kwargs: Any) -> Any:
                 return tensor
         return made_functional(tensor)
 
-    return mapped(result, own)
+    return mapped(result, of_step)
 
 
 def version_hint() -> str:

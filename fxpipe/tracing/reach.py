@@ -74,7 +74,7 @@ class Walk:
         self, model: nn.Module | None, roots: Iterable[Any], passed: Iterable[Any] = (), loaders: bool = False
     ) -> None:
         self._loaders = loaders
-        self.found: list[Holder] = []
+        self.holders: list[Holder] = []
         self.seen = {id(thing): thing for thing in passed}  # the objects, kept alive so that ids stay unique
         self.queue: deque[tuple[Any, str]] = deque()
         self.names: dict[int, holders.Globals] = {}  # by module
@@ -84,7 +84,7 @@ class Walk:
         paths = {} if model is None else dict(model.named_modules())
         for path, module in paths.items():
             self.seen[id(module)] = module
-            self.found.append(holders.Attributes(module, path))
+            self.holders.append(holders.Attributes(module, path))
         for path, module in paths.items():
             for key, value in module.__dict__.items():
                 self.meet(value, f"{path}.{key}" if path else key)
@@ -103,13 +103,13 @@ class Walk:
     def draws(self, function: Any, name: str) -> None:
         """Take the process's generator that a function draws from."""
         self.seen[id(function.__self__)] = function.__self__
-        self.found.append(holders.Generator(function.__self__, name, shared=True))
+        self.holders.append(holders.Generator(function.__self__, name, shared=True))
 
     def run(self, most: int, only: tuple[type, ...] = (object,)) -> None:
         """Look at what was met, until nothing is left or `most` holders are found; leave objects of other types for
         later."""
-        end, later = len(self.found) + most, []
-        while self.queue and len(self.found) < end:
+        end, later = len(self.holders) + most, []
+        while self.queue and len(self.holders) < end:
             value, name = self.queue.popleft()
             if isinstance(value, only):
                 self.look(value, name)
@@ -119,7 +119,7 @@ class Walk:
 
     def go_on(self) -> None:
         """Look at what the holders have come to hold since."""
-        for holder in list(self.found):
+        for holder in list(self.holders):
             self.meet_all(holder)
         self.run(MOST)
 
@@ -162,12 +162,12 @@ class Walk:
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             if value.nbytes <= holders.MANY_BYTES and not value.dtype.hasobject:
-                self.found.append(holders.Array(value, name))
+                self.holders.append(holders.Array(value, name))
         elif isinstance(value, _C_VALUE):
             if memoryview(value).nbytes <= holders.MANY_BYTES:
-                self.found.append(holders.Bytes(value, name))
+                self.holders.append(holders.Bytes(value, name))
         elif isinstance(value, random.Random) or (kind.__module__, kind.__name__) in _NUMPY_GENERATORS:
-            self.found.append(holders.Generator(value, name))
+            self.holders.append(holders.Generator(value, name))
         elif kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
             self.hold(holders.Advancing(value, name))
         elif isinstance(value, weakref.ref):
@@ -177,7 +177,7 @@ class Walk:
             self.meet(kind, kind.__name__)
 
     def hold(self, holder: Holder) -> None:
-        self.found.append(holder)
+        self.holders.append(holder)
         self.meet_all(holder)
 
     def function(self, function: types.FunctionType, name: str) -> None:
@@ -202,7 +202,7 @@ class Walk:
         for space, prefix, of_user in spaces:
             if id(space) not in self.names:
                 self.names[id(space)] = holders.Globals(space, prefix, of_user)
-                self.found.append(self.names[id(space)])
+                self.holders.append(self.names[id(space)])
             holder = self.names[id(space)]
             new = names - holder.names
             holder.names |= new

@@ -51,7 +51,7 @@ _RANDOM = re.compile(r"rand|normal|bernoulli|uniform|dropout|exponential|multino
 _IN_PLACE = re.compile(r"[a-z0-9]_$|__i[a-z]+__$|__setitem__$")
 
 
-class _Made(NamedTuple):
+class _Token(NamedTuple):
     """The token of a tensor that a call of this run has made."""
 
     call: int
@@ -148,7 +148,7 @@ class StepCalls:
         number, run = len(self._calls), self._run
         constant = not (self._every or self._reads or _RANDOM.search(call[0]))
         for part, tensor in enumerate(results):
-            setattr(tensor, _MARK, (run, ("constant", hash((call, part))) if constant else _Made(number, part)))
+            setattr(tensor, _MARK, (run, ("constant", hash((call, part))) if constant else _Token(number, part)))
         if constant:
             return
         self._calls.append((place, call))
@@ -346,8 +346,8 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _tokens(value: Any) -> Iterator[_Made]:
-    if isinstance(value, _Made):
+def _tokens(value: Any) -> Iterator[_Token]:
+    if isinstance(value, _Token):
         yield value
     elif _is_list(value):
         for member in value:
@@ -359,6 +359,6 @@ def _is_unknown(value: Any) -> bool:
 
 
 def _renumbered(value: Any, order: dict[int, int]) -> Any:
-    if isinstance(value, _Made):
-        return _Made(order[value.call], value.part)
+    if isinstance(value, _Token):
+        return _Token(order[value.call], value.part)
     return tuple(_renumbered(member, order) for member in value) if type(value) is tuple else value

@@ -167,7 +167,7 @@ def test_trains_as_eager(
     monkeypatch.setattr(cudagraph, "_Replayed", lambda *given: replayed.append(_Replayed(*given)) or replayed[-1])
     assert build.local(backend="cudagraph").run(batches) == pytest.approx(eager, rel=1e-6)
     assert Graph.captured == captures
-    copies = [x for graph in replayed for _, values in (*graph._given, *graph._made) for x in values]
+    copies = [x for graph in replayed for _, values in (*graph._inputs, *graph._outputs) for x in values]
     forecast = 0
     for worker, summary in enumerate(build.costs.workers):
         parts = [replace(part, inside=part.results) for part in summary.parts]  # the stand-in has no pool

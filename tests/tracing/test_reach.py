@@ -83,7 +83,7 @@ def test_changes_are_named() -> None:
 
 
 def names(root: Any) -> set[str]:
-    return {holder.name for holder in reach.Walk(nn.Linear(1, 1), [root]).found}
+    return {holder.name for holder in reach.Walk(nn.Linear(1, 1), [root]).holders}
 
 
 def test_what_is_large_or_not_the_users_is_passed_by() -> None:
@@ -99,9 +99,9 @@ def test_what_is_large_or_not_the_users_is_passed_by() -> None:
     assert {"small", "loop", "model"} <= found
     assert "vocabulary" in found, "its variable may be assigned to"
     assert not [
-        holder for holder in reach.Walk(nn.Linear(1, 1), [step]).found if holder.read() == dict(enumerate(vocabulary))
+        holder for holder in reach.Walk(nn.Linear(1, 1), [step]).holders if holder.read() == dict(enumerate(vocabulary))
     ]
-    others = [h for h in reach.Walk(nn.Linear(1, 1), [step]).found if h.name.startswith(("torch", "types", "SGD"))]
+    others = [h for h in reach.Walk(nn.Linear(1, 1), [step]).holders if h.name.startswith(("torch", "types", "SGD"))]
     assert others, "a step may set something on them"
     assert not any(holder.read() for holder in others), "their functions and classes are no state"
 
@@ -113,8 +113,8 @@ def test_the_walk_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Any:
         return few, many
 
-    everything = len(reach.Walk(nn.Linear(1, 1), [step]).found)
+    everything = len(reach.Walk(nn.Linear(1, 1), [step]).holders)
     monkeypatch.setattr(reach, "MOST", 20)
-    found = reach.Walk(nn.Linear(1, 1), [step]).found
+    found = reach.Walk(nn.Linear(1, 1), [step]).holders
     assert len(found) < everything - 100
     assert "few" in {holder.name for holder in found}, "what is near comes first"

@@ -176,7 +176,7 @@ def curves(run: Json) -> dict[str, tuple[Markup, list[tuple[str, dict[str, Any]]
     for name in {**trained, **held}:
         drawn, key = _of_steps(steps, trained.get(name) or [], "training")
         for kind, (noun, looks) in EVALUATED.items():
-            pairs = [(row["step"], value) for row in rows for value in _known([(row.get(kind) or {}).get(name)])]
+            pairs = [(row["step"], value) for row in rows for value in _finite([(row.get(kind) or {}).get(name)])]
             points = [(step, value) for step, value in pairs if value is not None]
             if points:
                 drawn += [Line(points, looks), Line(points, {"stroke": looks["stroke"]}, dots=True)]
@@ -196,7 +196,7 @@ def _of_steps(
     steps: Sequence[int], values: Sequence[float | None], noun: str
 ) -> tuple[list[Line], list[tuple[str, dict[str, Any]]]]:
     """Lines through a value of each step, and their key; if steps are many, values in grey and their mean in blue."""
-    values = _known(values)
+    values = _finite(values)
     if all(value is None for value in values):
         return [], []
     grey, blue = {"stroke": _GREY, "stroke_opacity": 0.35}, {"stroke": _BLUE}
@@ -217,7 +217,7 @@ def _chart(title: str, drawn: Sequence[Line], least: float | None = None) -> Mar
     return lines(f"{sentence}last {number(points[-1][1])}.", ("step", ""), drawn, least, 260)
 
 
-def _known(values: Sequence[float | None]) -> list[float | None]:
+def _finite(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None or not math.isfinite(value) else value for value in values]
 
 

@@ -57,7 +57,7 @@ def page(facts: Json) -> str:
     All drawings are made here; the facts in `<script id="facts">` are for programs that read the page.
     """
     run = facts["run"] and {**dict.fromkeys(_RUN), **facts["run"]}
-    parts = {"style": f"{_own('page.css')}{style_of_marks()}", "script": _own("page.js")}
+    parts = {"style": f"{_asset('page.css')}{style_of_marks()}", "script": _asset("page.js")}
     for name, part in parts.items():
         if "</script" in part.lower() or "<!--" in part:
             raise AssertionError(f"the page's {name} would end its element")
@@ -154,5 +154,5 @@ def _templates() -> Environment:
     return environment
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
     return (files("fxpipe.inspection.report") / name).read_text(encoding="utf-8")

@@ -21,14 +21,14 @@ class _AttentionCall:
         arguments = schema_of(op).arguments
         names = [argument.name for argument in arguments]
         # its arguments by the names that its schema has for them
-        self.given: dict[str, Any] = {a.name: a.default_value for a in arguments}
-        self.given |= dict(zip(names, args, strict=False)) | kwargs
-        if self.given["dropout_p"]:
+        self.arguments: dict[str, Any] = {a.name: a.default_value for a in arguments}
+        self.arguments |= dict(zip(names, args, strict=False)) | kwargs
+        if self.arguments["dropout_p"]:
             raise NotImplementedError("dropout within an attention kernel")
-        self.q, self.k, self.v = (self.given[name] for name in ("query", "key", "value"))
+        self.q, self.k, self.v = (self.arguments[name] for name in ("query", "key", "value"))
         # what is added to the scores; None if nothing is
-        self.bias: Tensor | None = self.given.get("attn_mask", self.given.get("attn_bias"))
-        scale = self.given["scale"]
+        self.bias: Tensor | None = self.arguments.get("attn_mask", self.arguments.get("attn_bias"))
+        scale = self.arguments["scale"]
         # what the queries are multiplied by
         self.factor: float = scale if scale is not None else self.q.shape[-1] ** -0.5
 
@@ -37,7 +37,7 @@ class _AttentionCall:
         scores = (self.q * self.factor) @ k.transpose(-1, -2)
         if self.bias is not None:
             scores = scores + self.bias
-        if self.given["is_causal"]:
+        if self.arguments["is_causal"]:
             # An additive constant is cheaper than Where: it is folded, and Add runs on whole vectors.
             allowed = torch.ones(self.q.shape[-2], k.shape[-2], dtype=torch.bool, device=self.q.device).tril()
             scores = scores + torch.where(allowed, 0.0, float("-inf")).to(self.q.dtype)
@@ -62,7 +62,7 @@ class _AttentionCall:
         k, v = _for_each_head(self.k, self.q), _for_each_head(self.v, self.q)
         p = torch.exp(self.scores(k) - logsumexp.unsqueeze(-1)).to(self.q.dtype)
         dv = p.transpose(-1, -2) @ grad
-        delta = (grad * self.given["out"]).sum(-1, keepdim=True)
+        delta = (grad * self.arguments["out"]).sum(-1, keepdim=True)
         ds = p * (grad @ v.transpose(-1, -2) - delta)
         dk = ds.transpose(-1, -2) @ (self.q * self.factor)
         return (ds @ k) * self.factor, _of_shared_heads(dk, self.k), _of_shared_heads(dv, self.v), ds
@@ -92,7 +92,7 @@ def _flash_cpu(call: _AttentionCall) -> tuple[Tensor, ...]:
 
 
 def _flash_cpu_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
-    return call.backward(call.given["grad_out"], call.given["logsumexp"])[:3]
+    return call.backward(call.arguments["grad_out"], call.arguments["logsumexp"])[:3]
 
 
 def _flash_cuda(call: _AttentionCall) -> tuple[Any, ...]:
@@ -102,12 +102,12 @@ def _flash_cuda(call: _AttentionCall) -> tuple[Any, ...]:
 
 
 def _flash_cuda_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
-    return call.backward(call.given["grad_out"], call.given["logsumexp"].to(call.q.dtype))[:3]
+    return call.backward(call.arguments["grad_out"], call.arguments["logsumexp"].to(call.q.dtype))[:3]
 
 
 def _efficient(call: _AttentionCall) -> tuple[Tensor, ...]:
     out, logsumexp = call.forward()
-    if call.given["compute_log_sumexp"]:  # the kernel pads it to whole blocks of rows
+    if call.arguments["compute_log_sumexp"]:  # the kernel pads it to whole blocks of rows
         rows = -(-call.q.shape[-2] // 32) * 32
         logsumexp = torch.constant_pad_nd(logsumexp.float(), [0, rows - call.q.shape[-2]], float("inf"))
     else:
@@ -116,9 +116,9 @@ def _efficient(call: _AttentionCall) -> tuple[Tensor, ...]:
 
 
 def _efficient_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
-    lse = call.given["logsumexp"][..., : call.q.shape[-2]].to(call.q.dtype)
-    *grads, ds = call.backward(call.given["grad_out_"], lse)
-    mask = call.given["grad_input_mask"]
+    lse = call.arguments["logsumexp"][..., : call.q.shape[-2]].to(call.q.dtype)
+    *grads, ds = call.backward(call.arguments["grad_out_"], lse)
+    mask = call.arguments["grad_input_mask"]
     if mask[3] and call.bias is not None:
         grads.append(ds.sum_to_size(call.bias.shape))
     else:
@@ -133,8 +133,8 @@ def _cudnn(call: _AttentionCall) -> tuple[Any, ...]:
 
 
 def _cudnn_backward(call: _AttentionCall) -> tuple[Tensor, ...]:
-    lse = call.given["logsumexp"].reshape(call.q.shape[:-1]).to(call.q.dtype)
-    return call.backward(call.given["grad_out"], lse)[:3]
+    lse = call.arguments["logsumexp"].reshape(call.q.shape[:-1]).to(call.q.dtype)
+    return call.backward(call.arguments["grad_out"], lse)[:3]
 
 
 _KERNELS: dict[OpOverload, Callable[[_AttentionCall], tuple[Any, ...]]] = {
