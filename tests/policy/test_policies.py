@@ -1,11 +1,11 @@
-"""Each policy is its picture, and the picture stands in its docstring."""
+"""Each policy is the picture that stands in its docstring."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from textwrap import dedent, indent
+from textwrap import indent
 from typing import Any, ClassVar
 
 import pytest
@@ -17,101 +17,19 @@ from fxpipe.schedule import Async, GPipe, NForwardsOneBackward, OneFOneB, Schedu
 from fxpipe.schedule import make as make_schedule
 
 
-def is_drawn(text: str, picture: str, workers: int = 3, microbatches: int = 1) -> None:
-    picture, policy = dedent(picture).strip(), make(text)
-    minibatches = 1 + max(int(word[1:].split("@")[0].split(".")[0]) for word in picture.split() if word[0] in "FB")
-    assert sees(policy, Async(workers, microbatches), minibatches) == picture
-    assert indent(picture, "    ") in (inspect.getdoc(type(policy)) or "")
-
-
-def test_latest() -> None:
-    is_drawn(
-        "latest",
-        """
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@1 ..   B2@2 ..   B3@3
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@1 F3@2 B2@2 ..   B3@3
-        worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
-        """,
-    )
-
-
-def test_stash() -> None:
-    is_drawn(
-        "stash",
-        """
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@0 F3@2 B2@1 ..   B3@2
-        worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
-        """,
-    )
-
-
-def test_spectrain() -> None:
-    is_drawn(
-        "spectrain",
-        """
-        worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
-        worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3
-        worker 2: ..     ..     F0@0+1 B0@0+1 F1@1+1 B1@1+1 F2@2+1 B2@2+1 F3@3+1 B3@3+1
-        """,
-    )
-
-
-def test_vertical() -> None:
-    is_drawn(
-        "vertical",
-        """
-        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
-        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@0 B1@0 F3@1 B2@0 ..   B3@1
-        worker 2: ..   ..   F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 F3@1 B3@1
-        """,
-    )
-
-
-def test_2bw() -> None:
-    is_drawn(
-        "2bw",
-        """
-        worker 0: F0@0   F0.1@0 F1@0   ..     ..     B0@0   F1.1@0 B0.1@0 ..     B1@0   ..     B1.1@0
-        worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0
-        worker 2: ..     ..     F0@0   B0@0   F0.1@0 B0.1@0 F1@0   B1@0   F1.1@0 B1.1@0
-        """,
-        microbatches=2,
-    )
-
-
-def test_2bw_predicting() -> None:
-    is_drawn(
-        "2bw+predict",
-        """
-        worker 0: F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@0+1 F3@2+1 B2@1+1 ..     B3@2+1
-        worker 1: ..     F0@0   B0@0   F1@0+1 B1@0+1 F2@1+1 B2@1+1 F3@2+1 B3@2+1
-        """,
-        workers=2,
-    )
-
-
-@pytest.mark.parametrize("name", ["pipeoptim", "lwp"])
-def test_pipeoptim_and_lwp(name: str) -> None:
-    is_drawn(
-        name,
-        """
-        worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
-        worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3
-        worker 2: ..     ..     F0@0   B0@0   F1@1   B1@1   F2@2   B2@2   F3@3   B3@3
-        """,
-    )
-
-
-def test_xgrad() -> None:
-    is_drawn(
-        "xgrad",
-        """
-        worker 0: F0@0+1 F1@0+2 F2@0+3 ..     ..     B0@0+1 F3@1+3 B1@0+2 ..     B2@0+3 ..     B3@1+3
-        worker 1: ..     F0@0+1 F1@0+2 ..     B0@0+1 F2@1+2 B1@0+2 F3@2+2 B2@1+2 ..     B3@2+2
-        worker 2: ..     ..     F0@0+1 B0@0+1 F1@1+1 B1@1+1 F2@2+1 B2@2+1 F3@3+1 B3@3+1
-        """,
-    )
+@pytest.mark.parametrize(
+    ("text", "workers", "microbatches", "minibatches"),
+    [
+        *((text, 3, 1, 4) for text in ("latest", "stash", "vertical", "spectrain", "pipeoptim", "lwp", "xgrad")),
+        ("2bw", 3, 2, 2),
+        ("2bw+predict", 2, 1, 4),
+        ("xpipe", 2, 2, 2),
+    ],
+)
+def test_the_picture_stands_in_the_docstring(text: str, workers: int, microbatches: int, minibatches: int) -> None:
+    policy = make(text)
+    drawn = sees(policy, Async(workers, microbatches), minibatches)
+    assert indent(drawn, "    ") in (inspect.getdoc(type(policy)) or "")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
@@ -125,18 +43,6 @@ def test_xgrad_with_a_flush_predicts_one_update(name: str) -> None:
     }
     assert cells == {"0+1", "1+1"}
     assert copies(make("xgrad"), schedule) == (1.0,) * schedule.workers
-
-
-def test_xpipe() -> None:
-    is_drawn(
-        "xpipe",
-        """
-        worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
-        worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
-        """,
-        workers=2,
-        microbatches=2,
-    )
 
 
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])

@@ -1,4 +1,4 @@
-"""Each schedule is its picture, and the picture stands in its docstring."""
+"""Each schedule is the picture that stands in its docstring, and lawful."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from textwrap import dedent, indent
+from textwrap import indent
 
 import pytest
 from hypothesis import given
@@ -41,99 +41,26 @@ def on_ranks(name: str, ranks: int, microbatches: int) -> Schedule:
 schedules = st.builds(on_ranks, st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 6))
 
 
-def is_drawn(schedule: Schedule, minibatches: int, picture: str) -> None:
-    picture = dedent(picture).strip()
-    assert grid(schedule, minibatches) == picture
-    assert indent(picture, "    ") in (inspect.getdoc(type(schedule)) or "")
-
-
-def test_gpipe() -> None:
-    is_drawn(
-        GPipe(workers=3, microbatches=2),
-        2,
-        """
-        worker 0: F0   F0.1 ..   ..   ..   ..   B0   B0.1 F1   F1.1 ..   ..   ..   ..   B1   B1.1
-        worker 1: ..   F0   F0.1 ..   ..   B0   B0.1 ..   ..   F1   F1.1 ..   ..   B1   B1.1
-        worker 2: ..   ..   F0   F0.1 B0   B0.1 ..   ..   ..   ..   F1   F1.1 B1   B1.1
-        """,
-    )
-
-
-def test_1f1b() -> None:
-    is_drawn(
-        OneFOneB(workers=3, microbatches=4),
-        1,
-        """
-        worker 0: F0   F0.1 F0.2 ..   ..   B0   F0.3 B0.1 ..   B0.2 ..   B0.3
-        worker 1: ..   F0   F0.1 ..   B0   F0.2 B0.1 F0.3 B0.2 ..   B0.3
-        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 F0.3 B0.3
-        """,
-    )
-
-
-def test_async() -> None:
-    is_drawn(
-        Async(workers=3),
-        5,
-        """
-        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
-        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
-        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
-        """,
-    )
-
-
-def test_async_late() -> None:
-    is_drawn(
-        AsyncLate(workers=3),
-        5,
-        """
-        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
-        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
-        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
-        """,
-    )
-
-
-def test_nf1b() -> None:
-    is_drawn(
-        NForwardsOneBackward(workers=3, microbatches=2),
-        4,
-        """
-        worker 0: F0   F0.1 F1   F1.1 F2   F2.1 B0   B0.1 F3   F3.1 B1   B1.1 ..   ..   B2   B2.1 ..   ..   B3   B3.1
-        worker 1: ..   F0   F0.1 F1   F1.1 B0   B0.1 F2   F2.1 B1   B1.1 F3   F3.1 B2   B2.1 ..   ..   B3   B3.1
-        worker 2: ..   ..   F0   F0.1 B0   B0.1 F1   F1.1 B1   B1.1 F2   F2.1 B2   B2.1 F3   F3.1 B3   B3.1
-        """,
-    )
+@pytest.mark.parametrize(
+    ("schedule", "minibatches"),
+    [
+        (GPipe(workers=3, microbatches=2), 2),
+        (OneFOneB(workers=3, microbatches=4), 1),
+        (Async(workers=3), 5),
+        (AsyncLate(workers=3), 5),
+        (NForwardsOneBackward(workers=3, microbatches=2), 4),
+        (ZeroBubbleH1(workers=3, microbatches=4), 1),
+        (ZeroBubbleH2(workers=3, microbatches=6), 1),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_picture_stands_in_the_docstring(schedule: Schedule, minibatches: int) -> None:
+    assert indent(grid(schedule, minibatches), "    ") in (inspect.getdoc(type(schedule)) or "")
 
 
 def test_nf1b_with_one_microbatch_is_async() -> None:
     for worker in range(4):
         assert [*make("nf1b", 4).until(worker, 6)] == [*Async(4).until(worker, 6)]
-
-
-def test_zb_h1() -> None:
-    is_drawn(
-        ZeroBubbleH1(workers=3, microbatches=4),
-        1,
-        """
-        worker 0: F0   F0.1 F0.2 ..   ..   B0   W0   F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3
-        worker 1: ..   F0   F0.1 ..   B0   F0.2 B0.1 W0   F0.3 B0.2 W0.1 B0.3 W0.2 W0.3
-        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 W0   F0.3 B0.3 W0.1 W0.2 W0.3
-        """,
-    )
-
-
-def test_zb_h2() -> None:
-    is_drawn(
-        ZeroBubbleH2(workers=3, microbatches=6),
-        1,
-        """
-        worker 0: F0   F0.1 F0.2 F0.3 F0.4 B0   W0   F0.5 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3 B0.4 W0.4 B0.5 W0.5
-        worker 1: ..   F0   F0.1 F0.2 B0   F0.3 B0.1 F0.4 B0.2 W0   F0.5 B0.3 W0.1 B0.4 W0.2 B0.5 W0.3 W0.4 W0.5
-        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 F0.4 B0.4 W0   F0.5 B0.5 W0.1 W0.2 W0.3 W0.4 W0.5
-        """,
-    )
 
 
 @given(schedules, st.integers(1, 9), st.integers(0, 100))

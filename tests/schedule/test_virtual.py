@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from textwrap import dedent, indent
+from textwrap import indent
 
 import pytest
 from hypothesis import given
@@ -35,29 +35,6 @@ V = [ZeroBubbleV, VHalf, VMin, DualPipeV]
 def on(kind: type[Schedule], ranks: int, microbatches: int) -> Schedule:
     placement = kind.usual_placement(ranks)
     return kind(len(placement), microbatches, placement)
-
-
-@pytest.mark.parametrize(
-    ("kind", "picture"),
-    [
-        (
-            Interleaved,
-            """
-            rank 0: 0:F0   0:F0.1 2:F0   2:F0.1 ..     2:B0   ..     2:B0.1 0:B0   0:B0.1
-            rank 1: ..     1:F0   1:F0.1 3:F0   3:B0   3:F0.1 3:B0.1 1:B0   1:B0.1
-            """,
-        ),
-        (
-            ZeroBubbleV,
-            """
-            rank 0: 0:F0   0:F0.1 ..     3:F0   3:B0   3:W0   3:F0.1 3:B0.1 3:W0.1 0:B0   0:W0   ..     0:B0.1 0:W0.1
-            rank 1: ..     1:F0   2:F0   1:F0.1 2:F0.1 2:B0   2:W0   1:B0   1:W0   2:B0.1 2:W0.1 1:B0.1 1:W0.1
-            """,
-        ),
-    ],
-)
-def test_the_pictures(kind: type[Schedule], picture: str) -> None:
-    assert grid(on(kind, 2, 2), 1) == dedent(picture).strip()
 
 
 @pytest.mark.parametrize("kind", [Interleaved, *V])

@@ -1,4 +1,4 @@
-"""Small runs, worked out by hand."""
+"""Small runs and closed forms, worked out by hand; `test_random` has a second simulator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from written_schedule import Written
@@ -16,7 +15,7 @@ from fxpipe.plan.cost_records import StageTime
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
-from fxpipe.simulator.scenario import NEVER, Message, Scenario, WeightCopy
+from fxpipe.simulator.scenario import Message, Scenario, WeightCopy
 from fxpipe.simulator.simulate import Simulation, simulate
 
 
@@ -54,22 +53,6 @@ def test_free_links() -> None:
     assert found.samples_per_second(11) == 0.5
 
 
-def test_bandwidth_and_latency() -> None:
-    links = Links(bandwidth=10, latency=0.5)
-    messages = (Message(0, "F", 1, "F", 10), Message(1, "B", 0, "B", 20))
-    found = simulate(make("gpipe", 2, 2), of(UNEQUAL, *messages, links=links), 1)
-    assert shown(found) == [
-        "F0 0-2, F0.1 2-4, B0 17-21, B0.1 22-26",
-        "F0 3.5-6.5, F0.1 6.5-9.5, B0 9.5-14.5, B0.1 14.5-19.5",
-    ]
-    assert busy(found) == [12, 16]
-
-
-def test_the_pipelines_order_takes_the_latency_where_nothing_is_sent() -> None:
-    found = simulate(make("1f1b", 2), of(ONES, links=Links(latency=0.25)), 1)
-    assert shown(found) == ["F0 0-1, B0 3.5-4.5", "F0 1.25-2.25, B0 2.25-3.25"]
-
-
 def test_each_link_has_its_own_matrix_entry() -> None:
     links = Links(bandwidth=((1, 1), (4, 1)), latency=((0, 3), (5, 0)))
     messages = (Message(0, "F", 1, "F", 2), Message(1, "B", 0, "B", 2))
@@ -86,42 +69,6 @@ def test_one_direction_carries_one_message_at_a_time_in_the_order_of_sending() -
     assert shown(found)[1] == "F0 6-7, B0 7-8"
     found = simulate(make("1f1b", 2), of(ONES, activation, replace(saved, made=0.5), links=links), 1)
     assert shown(found)[1] == "F0 5.5-6.5, B0 6.5-7.5"
-
-
-def test_a_message_waits_for_the_ones_of_earlier_actions() -> None:
-    found = simulate(make("gpipe", 2, 2), of(ONES, Message(0, "F", 1, "F", 3), links=Links(bandwidth=1)), 1)
-    assert shown(found)[1] == "F0 4-5, F0.1 7-8, B0 8-9, B0.1 9-10"
-
-
-def test_both_directions_and_other_links_are_free() -> None:
-    messages = (
-        Message(0, "F", 1, "F", 3),
-        Message(0, "F", 2, "F", 4),
-        Message(2, "B", 1, "B", 2),
-        Message(1, "B", 0, "B", 1),
-        Message(1, "F", 0, "B", 9),
-    )
-    found = simulate(make("1f1b", 3), of([StageTime(1, 1)] * 3, *messages, links=Links(bandwidth=1)), 1)
-    assert shown(found) == ["F0 0-1, B0 15-16", "F0 4-5, B0 9-10", "F0 5-6, B0 6-7"]
-
-
-def test_a_value_made_early_and_needed_late() -> None:
-    message = Message(0, "F", 1, "F", 0, made=0.25, needed=0.5)
-    workers = (StageTime(4, 1), StageTime(4, 1))
-    found = simulate(make("1f1b", 2), of(workers, message, links=Links(latency=5)), 1)
-    assert shown(found) == ["F0 0-4, B0 14-15", "F0 0-2, F0 6-8, B0 8-9"]
-    assert busy(found) == [5, 5]
-
-
-def test_several_waits_in_one_action() -> None:
-    messages = [
-        Message(0, "F", 1, "F", 1, made=0.5, needed=0.25),
-        Message(0, "F", 1, "F", 0, made=1, needed=0.25),
-        Message(0, "F", 1, "F", 0, made=1, needed=0.75),
-    ]
-    workers = (StageTime(4, 1), StageTime(8, 1))
-    found = simulate(make("1f1b", 2), of(workers, *messages, links=Links(bandwidth=0.25, latency=2)), 1)
-    assert shown(found)[1] == "F0 0-2, F0 8-14, B0 14-15"
 
 
 def test_where_one_value_arrives_and_another_is_sent_the_first_comes_first() -> None:
@@ -143,54 +90,6 @@ def test_both_ends_copy() -> None:
     partly = simulate(make("1f1b", 2), of((workers[0], StageTime(8, 1)), replace(message, needed=0.5), links=links), 1)
     assert shown(partly)[1] == "F0 0-9, B0 9-10"  # half a second of the copy is behind the arrival
     assert found.bubble == pytest.approx(1 - 8 / 18)
-
-
-def test_weights_are_waited_for_by_the_first_action_that_reads_them() -> None:
-    workers = (StageTime(1, 1, 0.25), StageTime(1, 1, 0.5))
-    links = Links(bandwidth=1)
-    found = simulate(
-        make("1f1b", 2, 2), of(workers, weight_copies=(WeightCopy(1, 0, (("F", (0, 0)),), 4),), links=links), 2
-    )
-    assert shown(found) == [
-        "F0 0-1, F0.1 1-2, B0 3-4, B0.1 5-6, update 6-6.25, F1 9.5-10.5, F1.1 10.5-11.5, B1 12.5-13.5, "
-        "B1.1 14.5-15.5, update 15.5-15.75",
-        "F0 1-2, B0 2-3, F0.1 3-4, B0.1 4-5, update 5-5.5, F1 10.5-11.5, B1 11.5-12.5, F1.1 12.5-13.5, "
-        "B1.1 13.5-14.5, update 14.5-15",
-    ]
-    assert found.finished == (6.25, 15.75)
-    assert found.seconds_per_minibatch == 9.5
-
-
-def test_weights_of_older_versions_by_phase() -> None:
-    """Worker 1's weights: F of minibatch m reads version m − 2, B version m − 1, from one message."""
-    links = Links(latency=10, bandwidth=1, copy=0.5)
-    weights = WeightCopy(1, 0, (("F", (2,)), ("B", (1,))), 2)
-    found = simulate(make("1f1b", 2), of(ONES, weight_copies=(weights,), links=links), 4)
-    assert shown(found)[1].split(", ")[:5] == ["F0 11-12", "B0 12-13", "update 13-14", "F1 35-36", "B1 36-37"]
-    assert shown(found)[0].split(", ") == [
-        *("F0 0-1", "B0 23-24", "F1 24-25", "B1 47-48", "F2 48-49"),
-        *("B2 49-50", "B2 71-72"),  # copies version 1, then waits for the gradient
-        "F3 72-73",  # has it
-        *("B3 73-74", "B3 95-96"),
-    ]
-    assert busy(found) == [10, 10]
-
-
-def test_microbatches_that_read_other_versions() -> None:
-    """The second microbatch reads newer weights than the first: it waits for them, and the first does not."""
-    links = Links(bandwidth=1)
-    run = partial(simulate, make("1f1b", 2, 2), minibatches=2)
-    newer = run(of(ONES, weight_copies=(WeightCopy(1, 0, (("F", (1, 0)),), 8),), links=links))
-    assert shown(newer)[0].split(", ")[4:7] == ["F1 6-7", "F1.1 13-14", "B1 14-15"]
-    only = run(of(ONES, weight_copies=(WeightCopy(1, 0, (("F", (NEVER, 0)),), 8),), links=links))
-    assert shown(only) == shown(newer)
-
-
-def test_an_action_that_ends_with_a_wait_ends_when_that_is_over() -> None:
-    message = Message(1, "B", 0, "B", 0, needed=1)
-    found = simulate(make("1f1b", 2), of(ONES, message), 1)
-    assert shown(found) == ["F0 0-1, B0 1-2, B0 3-3", "F0 1-2, B0 2-3"]
-    assert found.finished == (3,)
 
 
 def test_a_worker_sends_weights_in_the_order_of_the_scenario() -> None:
@@ -249,36 +148,6 @@ def test_nf1b_waits_for_what_a_backward_takes_longer(
     waited = (found.finished[25] - found.finished[10]) / 15 - microbatches * (forward + backward)
     assert 0 <= waited <= (workers - 1) * max(0, backward - forward)
     assert backward <= forward or microbatches < 2 * workers or waited == (workers - 1) * (backward - forward)
-
-
-def test_a_bubble_of_a_third_and_none() -> None:
-    workers, costs = 4, [StageTime(1, 1, weight=1)] * 4
-    whole = simulate(make("1f1b", workers, 8), of([StageTime(1, 2)] * 4), 4)
-    third, none = (simulate(make(name, workers, 8), of(costs), 4) for name in ("zb-h1", "zb-h2"))
-    waited = [found.bubble * found.seconds_per_minibatch for found in (whole, third, none)]
-    assert waited == pytest.approx([9, 3, 0])
-
-
-def test_weight_gradients_apart() -> None:
-    found = simulate(make("zb-h1", 2, 2), of([StageTime(1, 2, 0.5, weight=1)] * 2), 1)
-    assert shown(found) == [
-        "F0 0-1, F0.1 1-2, B0 4-6, W0 6-7, B0.1 7-9, W0.1 9-10, update 10-10.5",
-        "F0 1-2, B0 2-4, F0.1 4-5, B0.1 5-7, W0 7-8, W0.1 8-9, update 9-9.5",
-    ]
-    assert found.finished == (10.5,)
-
-
-def test_a_schedule_without_them_makes_weight_gradients_after_what_its_backward_sends() -> None:
-    found = simulate(make("1f1b", 2), of([StageTime(1, 2, 0.5, weight=1)] * 2), 1)
-    assert shown(found) == ["F0 0-1, B0 4-7, update 7-7.5", "F0 1-2, B0 2-5, update 5-5.5"]
-
-
-def test_a_message_for_weight_gradients_alone() -> None:
-    """W0 of worker 0 waits for it; the backwards do not."""
-    links = Links(bandwidth=1, latency=0)
-    messages = (Message(1, "B", 0, "B", 0), Message(1, "B", 0, "W", 6))
-    found = simulate(make("zb-h1", 2, 2), of([StageTime(1, 1, weight=1)] * 2, *messages, links=links), 1)
-    assert shown(found)[0] == "F0 0-1, F0.1 1-2, B0 3-4, W0 9-10, B0.1 10-11, W0.1 15-16"
 
 
 def test_nothing_costs_anything() -> None:
