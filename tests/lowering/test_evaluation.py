@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from evaluations import in_eager, in_pipeline, move_on
-from small_models import CASES, Case
+from small_models import CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,7 +26,6 @@ from fxpipe.ir.law import verify
 from fxpipe.ir.program import Output, info
 from fxpipe.lowering.evaluation import Metrics, capture_evaluations
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
-from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.wires.addresses import moves
 from fxpipe.task.batch import Batch
 from fxpipe.tracing.evaluation import capture_evaluation
@@ -55,32 +54,6 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, Any]:
 def layers(*more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
-
-
-SLOW = {"gpt", "gpt-dropout", "lstm", "unet"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
-def test_the_stages_give_what_eval_mode_gives(name: str, tmp_path: Path) -> None:
-    """With another state than the captured one, and with forward and backward cut at different places."""
-    case: Case = CASES[name]
-    model, (batch, other) = case.make(), case.batches(2)
-    apart = {"forward_at": [case.paths[1], case.paths[3]], "backward_at": [case.paths[2], case.paths[4]]}
-
-    def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
-        loss = case.loss(model, batch)
-        return {"loss": loss, "perplexity": loss.exp(), "batches": 1}
-
-    build = fxpipe.compile(model, case.loss, batch, workers=3, cost="analytic", evaluation=(metrics, [batch]), **apart)
-    assert model.training
-    move_on(model)
-    found = in_pipeline(build, model, other)
-    assert list(found) == ["loss", "perplexity", "batches"]
-    assert found == pytest.approx(in_eager(model, metrics, other), rel=1e-6)
-    assert len({k for k, s in enumerate(build.plan.evaluations[0].stages) if s.forward.weights}) > 1
-    (tmp_path / "plan.json").write_text(build.plan.to_json())
-    assert read_plan(tmp_path) == build.plan
-    assert [w for w in build.warnings if "evaluation" in w] == []
 
 
 def test_only_tied_weights_move() -> None:
