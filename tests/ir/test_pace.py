@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, lowered
+from covering import covering
 from greenlet import greenlet
 from random_cuts import numbered, random_cuts
 from torch import Tensor, nn
@@ -84,8 +85,7 @@ class Unfair(Turns):
         return any(map(super()._go, [*first, *rows]))
 
 
-@pytest.mark.parametrize("greedy", [None, 0, 1, 2])
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(("name", "greedy"), covering(BUILDS, [None, 0, 1, 2], strength=1))
 def test_no_worker_runs_ahead_however_eager_it_is(
     name: str, greedy: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

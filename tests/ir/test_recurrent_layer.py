@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor, nn
 from torch.library import opcheck
 
@@ -22,10 +23,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype", "both", "bias"),
+    covering(CASES, [torch.float32, torch.float64, torch.bfloat16], [False, True], [True, False]),
+)
 def test_a_layer_has_the_bits_of_eager(case: str, dtype: torch.dtype, both: bool, bias: bool) -> None:
     torch.manual_seed(0)
     kind = "lstm" if case == "projection" else case

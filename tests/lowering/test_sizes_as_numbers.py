@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -160,8 +161,7 @@ def compiled(step: Step, microbatches: int) -> Build:
     return fxpipe.compile(net(), step, batch(0), workers=2, schedule="1f1b", cost="analytic", microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("microbatches", [2, SAMPLES])
+@pytest.mark.parametrize(("name", "microbatches"), covering(RIGHT, [SAMPLES, 2], strength=1))
 def test_the_whole_batch_s_number_is_taken(name: str, microbatches: int) -> None:
     build = compiled(RIGHT[name], microbatches)
     assert not build.warnings

@@ -54,18 +54,6 @@ def test_a_list_becomes_one_that_steps_them_all() -> None:
     assert make_optimizer(lambda _: [], given) is None
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(OptimizerRefused, match="returned dict") as caught:
-        make_optimizer(lambda given: {n: torch.optim.SGD([p], lr=0.1) for n, p in given}, named())  # type: ignore[arg-type, return-value]
-    assert "a list of optimizers" in str(caught.value.hint)
-
-
-def test_other_parameters_are_refused() -> None:
-    other = nn.Parameter(torch.ones(1))
-    with pytest.raises(OptimizerRefused, match="holds 1 parameters that it was not given"):
-        make_optimizer(lambda given: torch.optim.SGD([other, *(p for _, p in given)], lr=0.1), named())
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_an_optimizer_that_hooks_into_gradients_is_refused(register: str) -> None:
     def hooked(given: Any) -> torch.optim.Optimizer:
@@ -77,12 +65,6 @@ def test_an_optimizer_that_hooks_into_gradients_is_refused(register: str) -> Non
     already = named()
     getattr(already[0][1], register)(lambda _: None)
     assert make_optimizer(only("weight"), already) is not None
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
-    with pytest.raises(OptimizerRefused, match=r"LBFGS\.step\(\) needs a closure") as caught:
-        make_optimizer(lambda given: torch.optim.LBFGS([p for _, p in given]), named())
-    assert "whose step() needs no arguments" in str(caught.value.hint)
 
 
 def test_a_rate_in_a_tensor_is_each_optimizers_own() -> None:
