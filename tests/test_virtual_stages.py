@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,16 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan import consistency
 from fxpipe.schedule import make, schedule_text, to_csv
 from fxpipe.typed_json import Malformed
+
+
+@functools.cache
+def v_shaped() -> fxpipe.Build:
+    return lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
+
+
+@functools.cache
+def one_each() -> fxpipe.Build:
+    return lowered("gpt-dropout", 4, workers=2, schedule="zb-h1", **cuts(CASES["gpt-dropout"], 2, 1))
 
 
 def trained(build: fxpipe.Build, **options: Any) -> tuple[list[float], dict[str, Any]]:
@@ -39,7 +50,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     build.save(tmp_path / "build")
     loaded = fxpipe.load(tmp_path / "build")
     assert (loaded.plan.rows, loaded.plan.placement) == (build.plan.rows, build.plan.placement)
-    named = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **where)
+    named = v_shaped()
     assert schedule_text("csv") == "csv"  # a build's own, as inspect names it
     assert trained(loaded, schedule="csv") == trained(loaded)
     with pytest.raises(ScheduleError, match="there is no schedule 'csv'"):
@@ -59,7 +70,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_schedule_that_is_not_for_these_workers(schedule: str, what: str) -> None:
-    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
+    build = v_shaped()
     with pytest.raises(ScheduleError, match=what):
         build.local(optimizer=optimizer, schedule=schedule)
 
@@ -67,7 +78,7 @@ def test_a_schedule_that_is_not_for_these_workers(schedule: str, what: str) -> N
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "dualpipev"])
 def test_stages_with_a_process_each_do_not_run_as_a_v(schedule: str) -> None:
     """They are not taken to be two of a process, as such a schedule would have them."""
-    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-h1", **cuts(CASES["gpt-dropout"], 2, 1))
+    build = one_each()
     with pytest.raises(ScheduleError, match=r"has its workers on ranks 0, 1, …, 1, 0, not on \[0, 1\]"):
         build.local(optimizer=optimizer, schedule=schedule)
 
@@ -89,7 +100,7 @@ def test_what_cannot_be_compiled(options: dict[str, Any], what: str) -> None:
 
 
 def test_a_plan_with_a_wrong_placement_is_refused() -> None:
-    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
+    build = v_shaped()
     for placement in ((1, 0, 0, 1), (0, 1, 1), (0, 2, 2, 0), (0, 1, 2, 3)):
         with pytest.raises(Malformed, match="cannot run on ranks"):
             consistency.check(replace(build.plan, placement=placement))

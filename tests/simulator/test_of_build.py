@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -23,6 +24,7 @@ from fxpipe.simulator.script import scripts
 from fxpipe.simulator.simulate import simulate
 
 
+@functools.cache
 def shifted(microbatches: int = 1, **options: Any) -> Build:
     """A GPT with a tied weight for three workers, its backward cut elsewhere than its forward."""
     case, _, _ = captured("gpt", microbatches)
@@ -168,6 +170,12 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
     assert any(len(copy.reads) > 1 for copy in made.weight_copies) or policy == "latest"
 
 
+@functools.cache
+def of_four(microbatches: int) -> Build:
+    case, _, _ = captured("gpt", microbatches)
+    return lowered("gpt", microbatches, workers=4, schedule="async", policy="latest", **cuts(case, 4, 1))
+
+
 @pytest.mark.parametrize(
     ("policy", "microbatches"),
     [
@@ -176,7 +184,6 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
     ],
 )
 def test_no_microbatch_waits_for_weights_that_only_later_ones_read(policy: str, microbatches: int) -> None:
-    case, _, _ = captured("gpt", microbatches)
-    build = lowered("gpt", microbatches, workers=4, schedule="async", policy="latest", **cuts(case, 4, 1))
+    build = of_four(microbatches)
     found = simulate(choose(build.plan).schedule, scenario(build, policy), 12)
     assert found.seconds_per_minibatch > 0
