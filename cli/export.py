@@ -169,7 +169,7 @@ def _read(folder: str, options: ExportOptions, say: Callable[[str], None]) -> tu
     check_current(build.plan, folder, options.model)
     if options.trained is not None:
         build = with_trained(build, options.trained)
-    elif build.plan.meta:
+    elif build.plan.weights.meta:
         raise ExportError(
             "the build has no values of its parameters (--meta)",
             where=folder,

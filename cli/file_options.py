@@ -23,7 +23,7 @@ from fxpipe.cli.output import note
 from fxpipe.errors import FxpipeError, TaskError, near
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
 from fxpipe.options import flags
-from fxpipe.plan.spec import CapturedSpec
+from fxpipe.plan.spec import ModelFileSpec
 from fxpipe.schedule import SCHEDULES, OneFOneB, kind_of
 from fxpipe.settings import pairs, texts
 from fxpipe.task.model_options import ModelOptions
@@ -234,7 +234,7 @@ class SettingsFile:
         return values(taken)
 
 
-def config_text(captured: CapturedSpec | None = None) -> str:
+def config_text(captured: ModelFileSpec | None = None) -> str:
     """All options of the command that runs, as a settings file. Comments are defaults, what a run takes from its build,
     and the arguments after two dashes."""
     context = click.get_current_context()

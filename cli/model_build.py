@@ -32,7 +32,7 @@ from fxpipe.random_state import seed_everything
 from fxpipe.runtime.process.device import reuse_freed_memory
 from fxpipe.settings import pairs
 from fxpipe.task.batch import Batch
-from fxpipe.task.captured import captured_of, source_digests
+from fxpipe.task.captured import captured_of
 from fxpipe.task.model_file import Task, hook_raised
 from fxpipe.task.model_options import ModelOptions
 from fxpipe.task.splitter import splitter_of
@@ -107,9 +107,8 @@ def build_model(task: Task, setup: ModelOptions, options: CompileOptions, costs:
             build = _timed(build, first.batches[0], task, options.threads or 1, say)
     lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
     captured = captured_of(path, pairs(setup.settings), setup.arguments, lines)
-    fields: dict[str, Any] = {"sources": source_digests(path), "captured": captured, "run_options": task.run_options}
-    fields["calls_model"] = any(calls_model)
-    plan = dataclasses.replace(build.plan, **fields)
+    read = dataclasses.replace(captured, run_options=task.run_options, calls_model=any(calls_model))
+    plan = dataclasses.replace(build.plan, model_file=read)
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
     return ModelBuild(build, task, model, first.batches[0], tuple(compiled), options)
 

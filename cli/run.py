@@ -123,7 +123,7 @@ def run_command(build: str, as_json: bool, config: str | None, print_config: boo
     option_values |= _given_to_run(build, option_values, config)
     _check(option_values)
     if print_config:
-        echo(config_text(load_plan(build).captured), nl=False)
+        echo(config_text(load_plan(build).model_file), nl=False)
         return 0
     local = option_values.pop("local")
     options = RunOptions(build, **option_values, progress=not as_json or sys.stderr.isatty())
@@ -154,8 +154,8 @@ def _given_to_run(build: str, option_values: Mapping[str, Any], config: str | No
     plan = load_plan(build)
     left = (*KEPT, "settings", "weights") if option_values["resume"] is not None else ()
     from_file = SettingsFile.of(config, model_path(plan, build, option_values["model_file"])).options("run", left)
-    file = Path(plan.model_file or "").name
-    from_model = read_options("run_options", plan.run_options, options_of("run", RunOptions), file)
+    file = plan.model_file.name
+    from_model = read_options("run_options", plan.model_file.run_options, options_of("run", RunOptions), file)
     taken = take(from_model, file, left)
     say_given(file, taken)
     return from_file | values(taken)
@@ -261,13 +261,13 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
     if plan.digest != digest:
         warn("the final weights are not evaluated: the build was replaced while they were trained")
         return {}
-    if plan.sources and not plan.not_evaluated:  # the file is unchanged since the compile and has nothing to evaluate
+    if plan.model_file.sources and not plan.not_evaluated:  # the file is unchanged, and has nothing to evaluate
         return {}
     from fxpipe.task.evaluate_weights import evaluate
     from fxpipe.task.model_file import task_of_build
 
     task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
-    if plan.meta:
+    if plan.weights.meta:
         if task.validates:
             warn("the final weights are not evaluated: they may be larger than this process's memory (--meta)")
         return {}

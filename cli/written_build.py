@@ -113,7 +113,7 @@ class WrittenBuild:
                 f"codecs change the loss of this batch by {self.effect.loss:.1e}, its gradients by "
                 f"{self.effect.gradients:.1e} (most: {plain(name)}, {error:.1e})"
             )
-        if plan.meta:
+        if plan.weights.meta:
             echo("weights: none (--meta); a run calls model() to make them on each worker, or reads --weights")
         if plan.evaluations:
             echo(sentences.evaluation_text(facts["evaluation"]))
@@ -174,7 +174,7 @@ class WrittenBuild:
         if agreement.zero:
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
         plainly = ", without codecs" if self.effect else ""
-        if plan.batch_norm and plan.microbatches > 1:
+        if plan.loss.batch_norm and plan.microbatches > 1:
             plainly += f", with batch norm on microbatches of {self.samples // plan.microbatches}"
         echo(
             f"against eager PyTorch{plainly}: loss {agreement.loss:.1e}, "

@@ -138,7 +138,8 @@ def changed_plan(folder: Path, path: Path, **changes: Any) -> Path:
     shutil.copytree(folder, path)
     body = {k: v for k, v in json.loads((path / "plan.json").read_text()).items() if k != "digest"}
     for name, value in changes.items():
-        (body if name in body else body["steps"][0])[name] = value
+        record, _, field = name.rpartition(".")
+        (body[record] if record else body if name in body else body["steps"][0])[field] = value
     (path / "plan.json").write_text(signed(body))
     return path
 
@@ -146,16 +147,15 @@ def changed_plan(folder: Path, path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"workers": 10**9}, r"there are 1000000000 workers: a plan has 1 to 1024"),
         ({"microbatches": 2**31}, r"there are 2147483648 microbatches: a plan has 1 to 4096"),
         ({"microbatches": 0}, r"there are 0 microbatches"),
         ({"device": "0.1.0"}, r"there is no device '0\.1\.0'"),
         ({"batch_spec": ""}, "not a pytree in torch"),
         ({"batch_spec": "[1, " + "[" * 100_000}, "not a pytree in torch"),
-        ({"weights_file": "../weights.safetensors"}, r"is not a file of the build"),
-        ({"weights_file": "/etc/passwd"}, r"is not a file of the build"),
-        ({"sources": {"../../secret": "0"}}, r"is not a file next to the model file"),
-        ({"sources": {"/etc/passwd": "0"}}, r"is not a file next to the model file"),
+        ({"weights.file": "../weights.safetensors"}, r"is not a file of the build"),
+        ({"weights.file": "/etc/passwd"}, r"is not a file of the build"),
+        ({"model_file.sources": {"../../secret": "0"}}, r"is not a file next to the model file"),
+        ({"model_file.sources": {"/etc/passwd": "0"}}, r"is not a file next to the model file"),
     ],
 )
 def test_a_plan_that_no_compile_makes(folder: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -97,7 +97,7 @@ def _compiled(recipe: Recipe) -> tuple[Recipe, Build, str]:
     pattern, reason = recipe.differs
     try:
         build = _build(recipe)
-        notes = [build.plan.batch_norm, *(w for w in build.warnings if w.startswith(UNPROVED))]
+        notes = [build.plan.loss.batch_norm, *(w for w in build.warnings if w.startswith(UNPROVED))]
         said = build.plan.step.differs_from_whole or "; ".join(filter(None, notes))
     except FxpipeError as error:
         said = str(error)

@@ -129,11 +129,11 @@ class Build:
         folder = Path(taken("folder", folder, str))
         check_target(folder)
         weights = weights_bytes(self.tensors)
-        plan = self.plan
+        file, digest = self.plan.model_file, hashlib.sha256(weights).hexdigest()
         if model_file is not None:
-            relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
-            plan = dataclasses.replace(plan, model_file=relative)
-        plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
+            file = dataclasses.replace(file, path=os.path.relpath(Path(model_file).resolve(), folder.resolve()))
+        weights_file = dataclasses.replace(self.plan.weights, digest=digest)
+        plan = dataclasses.replace(self.plan, model_file=file, weights=weights_file)
         with replacing_alone(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
@@ -245,10 +245,10 @@ def load(folder: str | Path) -> Build:
     """
     plan = load_plan(folder := Path(taken("folder", folder, str)))
     try:
-        tensors = load_file(folder / plan.weights_file)
+        tensors = load_file(folder / plan.weights.file)
     except (SafetensorError, OSError) as error:
         hint = f"compile the model again: fxpipe compile MODEL -o {folder}"
-        raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder), hint=hint) from error
+        raise BuildError(f"{plan.weights.file} cannot be read: {error}", where=str(folder), hint=hint) from error
     files = {part.file: _source(folder / part.file) for part in plan.code}
     return Build(
         plan,

@@ -79,8 +79,7 @@ def export(
         raise ExportError(f"weights as {weights!r}", hint=f"choose one of {', '.join(get_args(WeightsForm))}")
     if any(p.name not in build.tensors for p in plan.parameters):
         raise ExportError(
-            "the build has no parameter values (--meta)",
-            hint="give trained ones: --trained model.safetensors",
+            "the build has no parameter values (--meta)", hint="give trained ones: --trained model.safetensors"
         )
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
@@ -172,7 +171,7 @@ class _Export:
                 weights=self._weights(pipeline.inputs),
                 inputs={e.name: self._example_of(e) for e in pipeline.inputs},
                 expected=expected,
-                limit=tolerance([d for part in self.ran.values() for d in part.dtypes()], self.plan.autocast),
+                limit=tolerance([d for part in self.ran.values() for d in part.dtypes()], self.plan.precision.autocast),
                 source="all stages",
                 verdict=verdict,
             ),
@@ -237,7 +236,7 @@ class _Export:
                 weights=self._weights([Entry(v, part, r) for v, r in zip(reads, part.inputs, strict=True)]),
                 inputs=dict(zip(reads, inputs, strict=True)),
                 expected=expected,
-                limit=tolerance(part.dtypes(), self.plan.autocast),
+                limit=tolerance(part.dtypes(), self.plan.precision.autocast),
                 source=self.stages[part.worker].path.name,
                 verdict=verdict,
             ),

@@ -92,9 +92,9 @@ def difference(
 def _files(subject: Subject) -> Files:
     """A build's stages without their headers, which have the command line; digests of its sources and weights."""
     return {
-        "sources": subject.plan.sources,
+        "sources": subject.plan.model_file.sources,
         "code": {name: source.partition('\n"""\n')[2] or source for name, source in subject.files.items()},
-        "weights": {subject.plan.weights_file: subject.plan.weights_digest},
+        "weights": {subject.plan.weights.file: subject.plan.weights.digest},
     }
 
 

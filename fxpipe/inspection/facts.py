@@ -28,11 +28,7 @@ Facts = dict[str, Any]
 
 
 def facts(
-    subject: Subject,
-    *,
-    schedule: str | None = None,
-    policy: str | None = None,
-    run: dict[str, Any] | None = None,
+    subject: Subject, *, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
 ) -> Facts:
     """All facts of a build under its schedule and policy, or those of the run, or others; another schedule brings its
     default policy."""
@@ -93,13 +89,13 @@ def build_facts(subject: Subject) -> Facts:
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "policy": plan.policy,
-        "autocast": plan.autocast,
-        "params": plan.params,
+        "autocast": plan.precision.autocast,
+        "params": plan.precision.params,
         "codec": plan.codec,
         "device": plan.device,
         "torch": plan.torch,
         "samples": samples_of(plan),
-        "loss_worker": plan.loss_worker,
+        "loss_worker": plan.loss.worker,
         "graph": [list(firsts) for firsts in graph_of_edges(plan.edges, plan.workers)],  # empty for a chain
         "cuts": cuts,
         "costs": "measured" if subject.measured else "computed",
@@ -110,8 +106,8 @@ def build_facts(subject: Subject) -> Facts:
         "shapes": shape_facts(plan),
         "padding": [asdict(rule) for rule in plan.padding],
         "evaluation": evaluation_facts(plan),
-        "settings": {row.name: asdict(row) for row in plan.captured.settings},
-        "arguments": list(plan.captured.given_arguments),
+        "settings": {row.name: asdict(row) for row in plan.model_file.settings},
+        "arguments": list(plan.model_file.given_arguments),
         "passes": list(subject.passes),
         "edited": list(subject.edited),
         "stale": list(subject.stale),

@@ -29,11 +29,11 @@ def microbatch_facts(plan: Plan) -> dict[str, Any] | None:
     if plan.microbatches == 1:
         return None
     return {
-        "loss": plan.loss_of_microbatches,
+        "loss": plan.loss.of_microbatches,
         "totals": list(plan.step.totals.metrics) if plan.step.totals else [],
-        "weighed": plan.loss_weight,
+        "weighed": plan.loss.weighted,
         "differs": plan.step.differs_from_whole,
-        "batch_norm": plan.batch_norm,
+        "batch_norm": plan.loss.batch_norm,
         "cut": {leaf.name: leaf.dim for leaf in plan.step.given if leaf.tensor is not None},
     }
 

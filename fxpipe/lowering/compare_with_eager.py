@@ -56,7 +56,7 @@ def compare_with_eager(
     plan = steps.build.plan
     eager = steps.eager()  # first: if it cannot run, the emitted code is not to blame
     emitted = steps.emitted()
-    metrics = of_minibatch(eager, steps.weights() if plan.loss_weight else ())
+    metrics = of_minibatch(eager, steps.weights() if plan.loss.weighted else ())
     by_parts = steps.agreement(emitted, eager)
     if eager.draws_again and by_parts.largest > EXACT:
         by_parts = _without_draws(steps, by_parts)
@@ -65,7 +65,7 @@ def compare_with_eager(
         return by_parts
     with SteadyRandomness() as steady:
         eager, emitted = steps.eager(whole=True), steps.emitted()
-        whole = steps.agreement(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR, whole=True)
+        whole = steps.agreement(emitted, eager, FLOOR_OF_SUMS if plan.loss.batch_norm else FLOOR, whole=True)
     whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
     step = plan.step
     changed = bool(step.made or step.whole_numbers)  # a microbatch's loss is not the user's function of that microbatch
@@ -77,7 +77,7 @@ def compare_with_eager(
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
         return replace(by_parts, not_compared=why) if changed else by_parts
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
-    if plan.batch_norm and not changed:  # it amplifies rounding, and kernels differ by size
+    if plan.loss.batch_norm and not changed:  # it amplifies rounding, and kernels differ by size
         gradients = by_parts.gradients
         whole = replace(whole, rounding={n: e for n, e in whole.rounding.items() if n == THE_LOSS})
     return replace(
@@ -135,7 +135,7 @@ class BothSteps:
             return replace(self, model=model, batch=batch).eager(whole=whole)
 
         def exact() -> Exact | None:
-            true = in_float64(eager_of, self.model, self.batch, self.build.plan.params)
+            true = in_float64(eager_of, self.model, self.batch, self.build.plan.precision.params)
             if true is None:
                 return None
             try:

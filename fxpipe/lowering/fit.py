@@ -30,7 +30,7 @@ from fxpipe.runtime.process.check_run import check_moves, refuse_moves, writing
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.start import join, run_local
 from fxpipe.runtime.wires.group import place_of_process
-from fxpipe.task.captured import captured_of, source_digests
+from fxpipe.task.captured import captured_of
 from fxpipe.task.first_batches import buffers_kept, first_batches, generator_of
 from fxpipe.task.hooks import OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
@@ -140,8 +140,7 @@ def _built(model: nn.Module, task: Task, options: CompileOptions, out: Path, sen
             write_hooks(fresh, model, sent)
         build, file = _compiled(model, task, options), fresh / MODEL_FILE
         lines = [row.source for row in build.nodes.rows if row.source] if build.nodes else []
-        captured = captured_of(file, {}, (), lines)
-        build = replace(build, plan=replace(build.plan, sources=source_digests(file), captured=captured))
+        build = replace(build, plan=replace(build.plan, model_file=captured_of(file, {}, (), lines)))
         with disk_explained(folder, hint):
             put(fresh, folder)
         return build.save(out / "build", model_file=folder / MODEL_FILE).plan

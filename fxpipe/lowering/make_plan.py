@@ -11,7 +11,18 @@ from torch import fx
 import fxpipe
 from fxpipe.ir.program import Program, value
 from fxpipe.plan.build_folder import WEIGHTS
-from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec, StepSpec
+from fxpipe.plan.spec import (
+    LOSS_WEIGHT,
+    BufferSpec,
+    LossSpec,
+    ParameterSpec,
+    Phase,
+    Plan,
+    PrecisionSpec,
+    StageSpec,
+    StepSpec,
+    WeightsSpec,
+)
 from fxpipe.planner.setting import Setting
 from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of
@@ -52,34 +63,28 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         differs_from_whole=program.differs_from_whole,
         whole_numbers=program.whole_numbers,
     )
-    loss_worker = next(k for k, s in enumerate(stages) if s.forward.loss)
+    loss = LossSpec(
+        next(k for k, s in enumerate(stages) if s.forward.loss),
+        program.loss_of_microbatches,
+        program.batch_norm,
+        weighted=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
+    )
     return Plan(
         fxpipe=fxpipe.__version__,
         torch=torch.__version__.split("+")[0],
-        model_file=None,
-        sources={},
-        workers=cuts.workers,
         microbatches=setting.microbatches * setting.dp,
         schedule=setting.schedule,
         policy=str(setting.policy),
-        autocast=program.autocast,
-        params=program.params,
-        attributes={name: dict(values) for name, values in program.attributes.items()},
+        precision=PrecisionSpec(program.autocast, program.params, precision_flags(program.device)),
         device=program.device,
-        precision=precision_flags(program.device),
         steps=(step,),
-        loss_worker=loss_worker,
+        loss=loss,
         parameters=_parameters(program, stages),
         buffers=_buffers(program, stages),
-        weights_file=WEIGHTS,
-        weights_digest="",
-        loss_of_microbatches=program.loss_of_microbatches,
-        batch_norm=program.batch_norm,
-        loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
+        weights=WeightsSpec(WEIGHTS, meta=are_on_meta([program.values[p.node] for p in program.parameters])),
         placement=setting.placement,
         rows=lines_of(setting.schedule_of(len(stages))),
         replicas=program.replicas,
-        meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     ).watching(program.watched)
 
 
@@ -98,7 +103,7 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
         read = tuple(readers.get(name, ()))
         owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
         spec, cast = tensor_spec(program.values[p.node]), _cast(placeholders[p.node])
-        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast))
+        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast, dict(program.attributes.get(name, {}))))
     return tuple(rows)
 
 

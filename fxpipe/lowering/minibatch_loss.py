@@ -226,7 +226,7 @@ def _is_rough(program: Program, build: Build, limit: float) -> bool:
     """Whether a step amplifies rounding so much that only its loss can be compared, if what it computes is proved."""
     if build.plan.microbatches == 1:
         return limit > EXACT or bool(microbatches_of(run_passes(program, [Fold()])).batch_norms)
-    return bool(build.plan.batch_norm) and (build.plan.loss_weight or not _unproved(build))
+    return bool(build.plan.loss.batch_norm) and (build.plan.loss.weighted or not _unproved(build))
 
 
 def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
@@ -303,13 +303,13 @@ def _unseen(numbers: str) -> CaptureError:
 def _why(program: Program, steps: BothSteps, limit: float, options: CompileOptions) -> list[str]:
     """Why the microbatches' loss is not the whole batch's; up to `limit` is rounding."""
     plan, batch = steps.build.plan, steps.batch
-    if plan.loss_weight:
+    if plan.loss.weighted:
         return ["each microbatch's loss is weighted by loss_weight(batch)"]
     known = _unproved(steps.build)
     with SteadyRandomness():
         if (
             not known
-            or plan.batch_norm
+            or plan.loss.batch_norm
             or isinstance(whole := _captured_whole(steps.model, steps.loss, batch, options), str)
         ):
             return known

@@ -93,7 +93,7 @@ def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
         virtual=None if plan.rows else plan.workers // plan.ranks,
         microbatch_dims=dims if list(batch.dims) == list(dims) and plan.microbatches > 1 else None,
         constant_batch=batch.constants,
-        loss_weight=hooks.loss_weight if plan.loss_weight else None,
+        loss_weight=hooks.loss_weight if plan.loss.weighted else None,
         hooks=hooks.between if plan.watched else {},
         split_backward=cuts.weights != cuts.backward,
         command=COMMAND,
@@ -102,7 +102,7 @@ def options_of(plan: Plan, batch: Batch, hooks: StepHooks) -> CompileOptions:
 
 def _made(plan: Plan, hooks: StepHooks) -> nn.Module:
     torch.manual_seed(0)  # as a compile without a seed does
-    model = on_meta(hooks.model).model if plan.meta else hooks.model()
+    model = on_meta(hooks.model).model if plan.weights.meta else hooks.model()
     return model if plan.device == "cpu" else model.to(plan.device)
 
 

@@ -85,8 +85,8 @@ def options_like(plan: Plan) -> dict[str, Any]:
         **({"outer": OUTER, **outer} if outer else {}),
         "replicas": plan.replicas if plan.crossing else (),
         "microbatches": plan.own_microbatches,
-        "autocast": plan.autocast,
-        "params": plan.params,
+        "autocast": plan.precision.autocast,
+        "params": plan.precision.params,
         "codec": plan.codec,
         "accept_microbatch_loss": bool(plan.step.differs_from_whole),
     }
@@ -398,8 +398,7 @@ class CompileOptions:
             raise CutError(f"outer steps need replicas, {what}", hint="--dp R with R above 1")
         if self.shard is not None:
             raise CutError(
-                f"--outer and --shard {self.shard}: independent replicas do not shard",
-                hint="leave out one of them",
+                f"--outer and --shard {self.shard}: independent replicas do not shard", hint="leave out one of them"
             )
         if self.kind.late:
             raise CutError(

@@ -268,11 +268,11 @@ def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str)
 def _check_alike(plan: Plan, made: Plan, number: int) -> None:
     """Refuse stages that do not read and make the same things as the first shape's."""
     wrong, names = [], list[str]()
-    if made.loss_worker != plan.loss_worker:
-        wrong.append(f"the loss is on worker {made.loss_worker} , not {plan.loss_worker}")
-    if made.loss_of_microbatches != plan.loss_of_microbatches:
+    if made.loss.worker != plan.loss.worker:
+        wrong.append(f"the loss is on worker {made.loss.worker} , not {plan.loss.worker}")
+    if made.loss.of_microbatches != plan.loss.of_microbatches:
         wrong.append(
-            f"the loss is the {made.loss_of_microbatches} of the microbatches', not their {plan.loss_of_microbatches}"
+            f"the loss is the {made.loss.of_microbatches} of the microbatches', not their {plan.loss.of_microbatches}"
         )
     owners = _by_name((p.names, p.owner) for p in plan.parameters if p.trained)
     for parameter in made.parameters:

@@ -90,7 +90,7 @@ def step_costs(program: Program, options: CompileOptions, shared: SharedCosts | 
         hook = options.optimizer or default_optimizer
 
         def make(named: Sequence[tuple[str, nn.Parameter]]) -> Any:
-            return hook([(name, hang(parameter, name, program.attributes)) for name, parameter in named])
+            return hook([(name, hang(parameter, name, program.attributes.get(name, {}))) for name, parameter in named])
 
         with worker_threads(options.threads, 1), options.tried():
             found = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)

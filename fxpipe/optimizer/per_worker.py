@@ -91,7 +91,7 @@ def check_per_worker(
     with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1), _counted(plan):
         warnings.simplefilter("ignore")
         rows = _some(trained)
-        copies = Copies(rows, plan.device, make, scheduler, plan.attributes)
+        copies = Copies(rows, plan.device, make, scheduler)
         try:
             together = _all_together(copies)
         except OptimizerRefused:

@@ -21,7 +21,7 @@ from fxpipe.random_state import drew_without_torch, random_state, seed_generator
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.task.paced_scheduler import paced
-from fxpipe.task.parameter_attributes import NOTHING, Attributes, hang
+from fxpipe.task.parameter_attributes import hang
 from fxpipe.task.several_optimizers import name_of
 from fxpipe.torch_private import LightDispatchMode, pytree
 from fxpipe.tracing.lasting_state import noteworthy
@@ -78,15 +78,9 @@ class Copies:
     """
 
     def __init__(
-        self,
-        rows: Sequence[ParameterSpec],
-        device: str,
-        make: MakeOptimizer,
-        scheduler: MakeScheduler | None,
-        attributes: Attributes = NOTHING,
+        self, rows: Sequence[ParameterSpec], device: str, make: MakeOptimizer, scheduler: MakeScheduler | None
     ) -> None:
         self.rows = rows
-        self.attributes = attributes
         self.wide = True
         self.device = device
         self.make = make
@@ -127,7 +121,7 @@ class Copies:
         draws = _EqualDraws(self.device, math.inf if gradients is None else 2 * self._operators)
         parts: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for row, parameter in zip(self.rows, copies, strict=True):
-            hang(parameter, row.name, self.attributes)
+            hang(parameter, row.name, row.attributes)
             parts.setdefault(row.owner if divided else 0, []).append((row.name, parameter))
         optimizers: list[torch.optim.Optimizer] = []
         for owner in sorted(parts):

@@ -51,7 +51,7 @@ def _check_inside(folder: Path, plan: Plan) -> None:
     """Refuse files of a build that are links to files elsewhere: a run must read only what is in the folder."""
     inside = folder.resolve()
     names = [path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)]
-    for name in sorted({*names, plan.weights_file, *(code.file for code in plan.code)}):
+    for name in sorted({*names, plan.weights.file, *(code.file for code in plan.code)}):
         target = (folder / name).resolve()
         if target != inside / name:
             raise BuildError(
@@ -78,11 +78,11 @@ def load_plan(folder: str | Path) -> Plan:
         raise BuildError(
             f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}", where=str(folder), hint=again
         )
-    missing = [f for f in (*(s.file for s in plan.code), plan.weights_file) if not (folder / f).is_file()]
+    missing = [f for f in (*(s.file for s in plan.code), plan.weights.file) if not (folder / f).is_file()]
     if missing:
         raise BuildError(f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again)
-    if digest(folder / plan.weights_file) != plan.weights_digest:
-        raise BuildError(f"{plan.weights_file} was changed after it was written", where=str(folder), hint=again)
+    if digest(folder / plan.weights.file) != plan.weights.digest:
+        raise BuildError(f"{plan.weights.file} was changed after it was written", where=str(folder), hint=again)
     return plan
 
 
@@ -90,7 +90,8 @@ def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) 
     """The user's file: the given one, else the one that the plan names; None for a build made from objects."""
     if given is not None:
         return Path(given)
-    return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
+    path = plan.model_file.path
+    return None if path is None else Path(os.path.normpath(Path(folder) / path))
 
 
 def check_target(folder: Path) -> None:

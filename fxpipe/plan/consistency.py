@@ -15,6 +15,7 @@ from fxpipe.plan.spec import (
     BufferSpec,
     EdgeSpec,
     LeafSpec,
+    LossSpec,
     OuterSpec,
     ParameterSpec,
     PartSpec,
@@ -22,6 +23,7 @@ from fxpipe.plan.spec import (
     StageSpec,
     StepSpec,
     TensorSpec,
+    WeightsSpec,
 )
 from fxpipe.typed_json import Malformed, parse
 
@@ -44,14 +46,14 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|privateuseone)(:\d{1,3})?")
 
 def check(plan: Plan) -> None:
     """Raise Malformed for a plan that refers to missing parts, or that no run could follow."""
-    for name, count, most in (
-        ("workers", plan.workers, MOST_WORKERS),
-        ("microbatches", plan.microbatches, MOST_MICROBATCHES),
-    ):
-        if not 1 <= count <= most:
-            raise Malformed(f"there are {count} {name}: a plan has 1 to {most}", f", $.{name}")
     if not plan.steps:
         raise Malformed("there is no step", ", $.steps")
+    for name, count, most, place in (
+        ("workers", plan.workers, MOST_WORKERS, "steps[0].stages"),
+        ("microbatches", plan.microbatches, MOST_MICROBATCHES, "microbatches"),
+    ):
+        if not 1 <= count <= most:
+            raise Malformed(f"there are {count} {name}: a plan has 1 to {most}", f", $.{place}")
     if not _DEVICE.fullmatch(plan.device):
         raise Malformed(f"there is no device {plan.device[:80]!r}", ", $.device")
     for found, place in _parts(plan, ", $"):
@@ -59,9 +61,9 @@ def check(plan: Plan) -> None:
     every = [name for held in plan.tensors for name in held.names]
     if len(set(every)) < len(every):
         raise Malformed("two parameters or buffers have the same name", ", $")
-    for name in plan.sources:
+    for name in plan.model_file.sources:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise Malformed(f"{name[:80]!r} is not a file next to the model file", ", $.sources")
+            raise Malformed(f"{name[:80]!r} is not a file next to the model file", ", $.model_file.sources")
     ranks = set(plan.placement)
     if ranks and (
         len(plan.placement) != plan.workers or ranks != set(range(len(ranks))) or plan.placement[0] or not plan.virtual
@@ -119,8 +121,10 @@ def _check_part(plan: Plan, found: Any, place: str) -> None:
     workers: tuple[int, ...] = ()
     file = None
     match found:
-        case Plan():
-            workers, file = (found.loss_worker,), found.weights_file
+        case LossSpec():
+            workers = (found.worker,)
+        case WeightsSpec():
+            file = found.file
         case ParameterSpec():
             workers = (found.owner, *(reader for reader, _ in found.readers))
         case BufferSpec():

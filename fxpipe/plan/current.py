@@ -35,20 +35,21 @@ def changes(plan: Plan, folder: str | Path, given: str | Path | None = None) -> 
     if path is None:
         return Changes()
     root = path.resolve().parent
-    model_name = Path(plan.model_file).name if plan.model_file else path.name
-    files = {name: path if name == model_name else root / name for name in plan.sources}
+    compiled = plan.model_file
+    model_name = compiled.name or path.name
+    files = {name: path if name == model_name else root / name for name in compiled.sources}
     gone = [f"{name} is gone" for name, file in files.items() if not file.is_file()]
-    changed = [name for name, file in files.items() if file.is_file() and digest(file) != plan.sources[name]]
-    if not path.is_file() or not plan.captured.parts:
+    changed = [name for name, file in files.items() if file.is_file() and digest(file) != compiled.sources[name]]
+    if not path.is_file() or not compiled.parts:
         return Changes((*gone, *(f"{name} changed" for name in changed)))
     try:
-        reads = read_by_capture(path, (name for name in plan.sources if name != model_name), called=model_name)
+        reads = read_by_capture(path, (name for name in compiled.sources if name != model_name), called=model_name)
     except (SyntaxError, ValueError, OSError):
         return Changes((*gone, *(f"{name} changed" for name in changed)))
-    before, now = plan.captured.parts, reads.parts
+    before, now = compiled.parts, reads.parts
     read = [f"{name} changed" for name in before if name in now and now[name] != before[name]]
     read += [f"{name} is new" for name in now if name not in before]
-    read = read or [f"{name} is gone" for name in before if name not in now and name not in plan.sources]
+    read = read or [f"{name} is gone" for name in before if name not in now and name not in compiled.sources]
     unread = [name for name in changed if not any(text.startswith(name) for text in read)]
     return Changes((*gone, *read), tuple(unread), tuple(reads.settings))
 
@@ -70,7 +71,7 @@ def check_current(
         BuildError: names everything that changed or is gone, or the setting.
         TaskError: there is no such setting, or its value is not of its type.
     """
-    path = model_path(plan, folder, given)
+    path, compiled = model_path(plan, folder, given), plan.model_file
     edits = changes(plan, folder, given)
     options = "with the options that stage_0.py begins with"
     if path is not None and edits.read:
@@ -81,21 +82,21 @@ def check_current(
             if path.is_file()
             else "give the model file with --model PATH, or compile again",
         )
-    texts, rows = pairs(settings), {row.name: row for row in plan.captured.settings}
+    texts, rows = pairs(settings), {row.name: row for row in compiled.settings}
     if texts:
         check_known(texts, {*rows, *edits.settings})
     for name, text in texts.items():
         row = rows.get(name)
         same = row is None or (row.value is not None and read_as(name, text, row.value) == row.value)
-        if row is None or same or not (by := row.captured or plan.captured.any_setting):
+        if row is None or same or not (by := row.captured or compiled.any_setting):
             continue
         raise BuildError(
             f"setting {name!r} was {row.value!r} when {by} was captured, and the build has that value",
             where=str(folder),
             hint=f"compile it again: fxpipe compile {path} --set {name}={text} -o {folder}, {options}",
         )
-    by = plan.captured.any_argument
-    if arguments is not None and by and tuple(arguments) != plan.captured.given_arguments:
+    by = compiled.any_argument
+    if arguments is not None and by and tuple(arguments) != compiled.given_arguments:
         raise BuildError(
             f"the arguments after -- differ from the compile's, and {by}, which was captured, reads them",
             where=str(folder),

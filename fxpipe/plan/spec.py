@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fxpipe.options import option
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 17
+FORMAT = 18
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf with its result
 LOSS_SCALE = "loss_scale"  # the leaf with which a float16 backward begins
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients if a schedule separates them
@@ -92,7 +92,8 @@ class ParameterSpec:
 
     `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code takes it
     as an argument, including the owner's own. All that they compute from it, they compute from a cast of it to the type
-    `cast`, if there is one of fewer bits.
+    `cast`, if there is one of fewer bits. `attributes` are what hangs on it, by name, as text
+    (`fxpipe.task.parameter_attributes`).
     """
 
     names: tuple[str, ...]
@@ -101,6 +102,7 @@ class ParameterSpec:
     trained: bool
     readers: tuple[tuple[int, Phase], ...]
     cast: str | None = None
+    attributes: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -489,10 +491,12 @@ class SettingSpec:
 
 
 @dataclass(frozen=True)
-class CapturedSpec:
-    """What capture read from the user's files, so that the rest may change without compiling again.
+class ModelFileSpec:
+    """The user's model file, and what a compile has read of it: other parts may change without compiling again.
 
     Attributes:
+        path: relative to the build directory; None when compiled from objects.
+        sources: digest of the file and of each file of the user's own that it imports, by relative path.
         parts: the digest of each part that counts (`fxpipe.plan.read_by_capture`); empty if that is unknown, and all of
             the files count.
         settings: all known ones.
@@ -500,14 +504,25 @@ class CapturedSpec:
         given_arguments: the model file's own command line.
         arguments: the parsed ones that parts that count read, as `model.py: args.width`, with their values as text.
         any_argument: a part that counts, and may have read any of it; '' if none.
+        run_options: the options of `fxpipe run` that it gives, for runs whose command line does not.
+        calls_model: whether `model()` changes what other hooks read: a run calls it, too, before them.
     """
 
+    path: str | None = None
+    sources: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
     settings: tuple[SettingSpec, ...] = ()
     any_setting: str = ""
     given_arguments: tuple[str, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
     any_argument: str = ""
+    run_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    calls_model: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the file; '' when compiled from objects."""
+        return (self.path or "").rpartition("/")[2]
 
     @property
     def given(self) -> dict[str, str]:
@@ -516,23 +531,59 @@ class CapturedSpec:
 
 
 @dataclass(frozen=True)
+class WeightsSpec:
+    """The file with the initial parameters, buffers and constants, each once, under its first name.
+
+    Attributes:
+        meta: whether the parameters had no values at compile time: the file holds only buffers and constants, and a run
+            makes the parameters' initial values.
+    """
+
+    file: str
+    digest: str = ""
+    meta: bool = False
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """How the loss of a minibatch follows from those of its microbatches.
+
+    Attributes:
+        worker: the one whose forward returns the loss.
+        of_microbatches: whether a minibatch's loss and gradients are the microbatches' mean, or their sum.
+        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
+        weighted: whether the hook `loss_weight(batch)` weights the loss of each microbatch: a leaf of that name holds
+            the weight over the mean weight of the minibatch's microbatches.
+    """
+
+    worker: int
+    of_microbatches: Literal["mean", "sum"] = "mean"
+    batch_norm: str = ""
+    weighted: bool = False
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """The types in which the step computes.
+
+    Attributes:
+        autocast: 'bf16' or 'fp16' if it was captured under torch.autocast.
+        params: 'bf16' if stages compute with bfloat16 casts of float32 parameters.
+        flags: those of torch unlike its defaults when it was compiled (`fxpipe.precision`).
+    """
+
+    autocast: str | None = None
+    params: str | None = None
+    flags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
     Attributes:
-        model_file: the user's file, relative to the build directory; None when compiled from objects.
-        sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
-        captured: what capture read of them.
         microbatches: their number in the whole minibatch; each of a worker's replicas does its share.
         steps: what the workers compute of batches of each shape, the first shape first.
-        loss_of_microbatches: whether a minibatch's loss and gradients are the microbatches' mean, or their sum.
-        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
-        loss_weight: whether the hook `loss_weight(batch)` weights the loss of each microbatch: a leaf of that name
-            holds the weight over the mean weight of the minibatch's microbatches.
-        loss_worker: the worker whose forward returns the loss.
-        weights_file, weights_digest: initial parameters, buffers and constants, each once, under its first name.
-        meta: whether the parameters had no values at compile time: `weights_file` holds only buffers and constants, and
-            a run makes the parameters' initial values.
         codec: the requested codecs, in the form of `--codec`; the edges have the chosen ones.
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
@@ -545,36 +596,24 @@ class Plan:
             option; '' sends the weights as they are.
         replicas: how many processes each worker has, with the same stage and the same weights; empty if each has one.
             Microbatch i of a minibatch belongs to replica i mod r of a worker that has r.
-        run_options: the options of `fxpipe run` that the model file gives, for runs whose command line does not.
-        attributes: what hangs on trained parameters, by name, as text (`fxpipe.task.parameter_attributes`).
-        precision: the flags of torch unlike its defaults when it was compiled (`fxpipe.precision`).
         watched: what the step and evaluations have read of the state that hooks of a run can reach.
-        calls_model: whether `model()` changes what other hooks read: a run calls it, too, before them.
-        params: 'bf16' if stages compute with bfloat16 casts of float32 parameters.
         outer: how independent replicas, each on its own share of a minibatch, combine their weights; None if they add
             up their gradients. The fields about losses are then for a replica's share, which is its whole batch.
     """
 
     fxpipe: str
     torch: str
-    model_file: str | None
-    sources: dict[str, str]
-    workers: int
     microbatches: int
     schedule: str
     policy: str
-    autocast: str | None
     device: str
     steps: tuple[StepSpec, ...]
-    loss_worker: int
+    loss: LossSpec
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...]
-    weights_file: str
-    weights_digest: str
-    meta: bool = False
-    loss_of_microbatches: Literal["mean", "sum"] = "mean"
-    batch_norm: str = ""
-    loss_weight: bool = False
+    weights: WeightsSpec
+    model_file: ModelFileSpec = field(default_factory=ModelFileSpec)
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     codec: str = "none"
     padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[StepSpec, ...] = ()
@@ -584,13 +623,12 @@ class Plan:
     rows: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
     outer: OuterSpec | None = None
-    run_options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    params: str | None = None
-    captured: CapturedSpec = CapturedSpec()
-    precision: dict[str, str] = field(default_factory=dict)
-    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     watched: tuple[WatchedSpec, ...] = ()
-    calls_model: bool = False
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are, each with a stage."""
+        return len(self.stages)
 
     @property
     def step(self) -> StepSpec:
@@ -667,14 +705,6 @@ class Plan:
         """How many processes a run has: all replicas of all ranks."""
         return sum(self.mesh.replicas)
 
-    def seat(self, process: int) -> tuple[int, int]:
-        """The rank of a process of a run, and the number of its replica."""
-        return self.mesh.seat(process)
-
-    def process_of(self, worker: int, replica: int) -> int:
-        """The process that has a replica of a worker."""
-        return self.mesh.process_of(worker, replica)
-
     @property
     def own_microbatches(self) -> int:
         """How many microbatches the plan's schedule has: a minibatch's, divided among the pipelines (`dp`)."""
@@ -737,7 +767,7 @@ class Plan:
     @property
     def loss_divisor(self) -> int:
         """The divisor of the sum of the microbatches' losses, and of their gradients."""
-        if self.loss_of_microbatches == "sum":
+        if self.loss.of_microbatches == "sum":
             return 1
         return self.microbatches if self.outer is None else self.own_microbatches
 
@@ -749,7 +779,7 @@ class Plan:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics that the hook `loss` returns next to the loss."""
-        return self.stages[self.loss_worker].forward.metrics
+        return self.stages[self.loss.worker].forward.metrics
 
     @property
     def tensors(self) -> tuple[ParameterSpec | BufferSpec, ...]:

@@ -49,13 +49,13 @@ class Minibatches:
         tensors: Mapping[str, Tensor],
         loss_weight: LossWeight | None,
     ) -> None:
-        if plan.loss_weight and loss_weight is None:
+        if plan.loss.weighted and loss_weight is None:
             raise TaskError(
                 "the build was compiled with loss_weight(batch), and this hook is missing",
                 hint="define loss_weight in the model file (Python: loss_weight=...), or compile again without it",
             )
         self._plan = plan
-        self._loss_weight = loss_weight if plan.loss_weight else None
+        self._loss_weight = loss_weight if plan.loss.weighted else None
         self.splitter = splitter_of(plan, plan.device)
         self._names = [leaf.name for leaf in plan.step.given]
         self._made = [leaf.name for leaf in plan.step.made]

@@ -13,7 +13,7 @@ from fxpipe.errors import BuildError
 from fxpipe.files import digest
 from fxpipe.plan.current import check_known
 from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
-from fxpipe.plan.spec import CapturedSpec, SettingSpec
+from fxpipe.plan.spec import ModelFileSpec, SettingSpec
 from fxpipe.settings import read
 
 
@@ -26,9 +26,9 @@ def read_of(path: Path) -> ReadByCapture | None:
         return None
 
 
-def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], lines: Iterable[str]) -> CapturedSpec:
+def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], lines: Iterable[str]) -> ModelFileSpec:
     """What capture read from a model file with these settings and arguments, once everything has run that a compile
-    runs.
+    runs. `Build.save` adds the path.
 
     `lines` are those of the user's files in the program, as `model.py:12`. If one would not count, the text does not
     show everything, so everything counts.
@@ -42,16 +42,15 @@ def captured_of(path: Path, given: Mapping[str, str], arguments: Sequence[str], 
         for name in sorted({*reads.settings, *values})
     ]
     parsed = {label: _text(path, label) for label in reads.arguments}
-    return CapturedSpec(reads.parts, tuple(rows), reads.any_setting, tuple(arguments), parsed, reads.any_argument)
+    read_arguments = tuple(arguments), parsed, reads.any_argument
+    return ModelFileSpec(None, source_digests(path), reads.parts, tuple(rows), reads.any_setting, *read_arguments)
 
 
-def check_arguments(captured: CapturedSpec, path: Path, called: str | None) -> None:
-    """Refuse a loaded model file, `called` so at the compile, whose parsed arguments differ from those that capture
-    read.
-    """
-    for label, before in captured.arguments.items():
+def check_arguments(compiled: ModelFileSpec, path: Path) -> None:
+    """Refuse a loaded model file whose parsed arguments differ from those that capture read at the compile."""
+    for label, before in compiled.arguments.items():
         file, _, name = label.partition(": ")
-        now = _text(path, label if file != called else f"{path.name}: {name}")
+        now = _text(path, label if file != compiled.name else f"{path.name}: {name}")
         if now != before:
             raise BuildError(
                 f"{name} was {before} when the model was captured, but is {now} now",

@@ -24,7 +24,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
         return {}
     model = task.model()
     model.load_state_dict(load_file(weights))
-    if plan.params is not None:
+    if plan.precision.params is not None:
         narrow(model)
     model.eval()
     with torch.no_grad():

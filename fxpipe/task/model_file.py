@@ -391,15 +391,15 @@ def task_of_build(
             "the build was compiled from objects, so there is no file with train_data()",
             hint="use the Python API: fxpipe.load(BUILD).local(...)",
         )
-    captured = plan.captured
-    file_arguments = captured.given_arguments if arguments is None else arguments
-    task = load_task(path, captured.given | pairs(settings), file_arguments)
-    check_arguments(captured, path, plan.model_file and Path(plan.model_file).name)
-    if task.run_options != plan.run_options:
+    compiled = plan.model_file
+    file_arguments = compiled.given_arguments if arguments is None else arguments
+    task = load_task(path, compiled.given | pairs(settings), file_arguments)
+    check_arguments(compiled, path)
+    if task.run_options != compiled.run_options:
         names = sorted(
             name
-            for name in {*task.run_options, *plan.run_options}
-            if task.run_options.get(name) != plan.run_options.get(name)
+            for name in {*task.run_options, *compiled.run_options}
+            if task.run_options.get(name) != compiled.run_options.get(name)
         )
         raise TaskError(
             f"run_options has other values of {', '.join(names)} than when the build was compiled",

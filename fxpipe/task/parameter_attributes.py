@@ -26,11 +26,6 @@ from fxpipe.errors import BuildError, first_line
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.torch_private import memory_of, pytree
 
-Attributes = Mapping[str, Mapping[str, str]]
-"""By the name of a parameter, what hangs on it, by the name of the attribute."""
-
-NOTHING: Attributes = {}
-
 CLASS = "class"
 """Stands for the parameter's class; no attribute has this name."""
 
@@ -52,9 +47,9 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, str]]:
     return {name: values for name, values in attributes.items() if values}
 
 
-def hang(parameter: nn.Parameter, name: str, attributes: Attributes) -> nn.Parameter:
+def hang(parameter: nn.Parameter, name: str, attributes: Mapping[str, str]) -> nn.Parameter:
     """Give a parameter what `attributes_of` has found on the one with this name; returns it."""
-    for key, text in attributes.get(name, {}).items():
+    for key, text in attributes.items():
         try:
             value = _value(text)
             if key == CLASS:

@@ -256,7 +256,7 @@ def test_bf16_parameters(model: Path) -> None:
     assert "bf16 parameters" in fxpipe("inspect", "build").out
     again = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--like", "build", "-o", "again")
     assert again.code == 0, again.err
-    assert read_plan(model.parent / "again").params == "bf16"
+    assert read_plan(model.parent / "again").precision.params == "bf16"
     found = fxpipe("run", "build", "--local", "--steps", "3", "--json").json["evaluation"]["loss"]
     task = load_task(model)
     trained = task.model()
@@ -426,8 +426,8 @@ def test_the_files_a_build_depends_on(model: Path, monkeypatch: pytest.MonkeyPat
     assert fxpipe("compile", "model.py", *QUICK).code == 0
     del sys.modules["width_of_the_net"]
     body = json.loads((model.parent / "build" / "plan.json").read_text())
-    assert sorted(body["sources"]) == ["model.py", "width_of_the_net.py"]
-    assert body["model_file"] == "../model.py"
+    assert sorted(body["model_file"]["sources"]) == ["model.py", "width_of_the_net.py"]
+    assert body["model_file"]["path"] == "../model.py"
 
 
 def test_statistics_over_replicas_are_refused(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_mistakes_are_said_by_compile(line: str, said: str, tmp_path: Path) -> N
 def test_a_build_whose_options_have_changed_is_refused(tmp_path: Path) -> None:
     compiled(written(tmp_path))
     plan = json.loads((tmp_path / "build" / "plan.json").read_text())
-    assert plan["run_options"]["epochs"] == 2
+    assert plan["model_file"]["run_options"]["epochs"] == 2
     from fxpipe.errors import TaskError
     from fxpipe.plan.build_folder import load_plan
     from fxpipe.task.model_file import task_of_build

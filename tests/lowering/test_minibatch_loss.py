@@ -163,7 +163,7 @@ def test_a_weight_is_not_used_where_the_loss_is_derived() -> None:
     """It may be there for evaluation alone; a first batch whose microbatches count alike would not tell."""
     even, uneven = (torch.randn(12, 4, 6), torch.ones(12, 4).long()), padded()
     build = compiled(tokens, even, loss_weight=lambda batch: batch[1][0].float().square().sum())
-    assert not build.plan.loss_weight
+    assert not build.plan.loss.weighted
     assert not build.warnings
     losses, _ = eager(tokens, [even, uneven])
     assert build.local(optimizer=sgd).run([even, uneven]) == pytest.approx(losses, rel=1e-5)
@@ -292,7 +292,7 @@ def normed() -> Normed:
 def test_batch_norm_sees_microbatches_and_the_loss_the_whole_batch(name: str) -> None:
     step, batches = STEPS[name], [padded(seed) for seed in range(4)]
     build = compiled(step, batches[0], model=normed())
-    assert (build.plan.batch_norm, build.plan.step.differs_from_whole) == ("norm", "")
+    assert (build.plan.loss.batch_norm, build.plan.step.differs_from_whole) == ("norm", "")
     agreement = compare_with_eager(build, normed(), step, batches[0])
     assert agreement.largest < 1e-5
     assert set(agreement.buffers) >= {"norm.running_mean", "norm.num_batches_tracked"}
@@ -319,9 +319,9 @@ def test_with_batch_norm_a_hook_weighs_microbatches_and_a_number_is_what_it_is()
     with pytest.raises(BatchError, match="weighted by loss_weight"):
         compiled(by_largest, padded(), model=normed(), loss_weight=lambda batch: 1)
     by_four = lambda m, b: m(b[0]).square().mean(-1).sum() / 4  # noqa: E731
-    assert compiled(by_four, padded(), model=normed()).plan.loss_of_microbatches == "sum"
+    assert compiled(by_four, padded(), model=normed()).plan.loss.of_microbatches == "sum"
     by_samples = lambda m, b: m(b[0]).square().mean(-1).sum() / len(b[0])  # noqa: E731
-    assert compiled(by_samples, padded(), model=normed()).plan.loss_of_microbatches == "mean"
+    assert compiled(by_samples, padded(), model=normed()).plan.loss.of_microbatches == "mean"
 
 
 def test_what_no_operator_draws_alike_is_not_compared() -> None:
@@ -356,7 +356,7 @@ def test_a_number_that_counts_no_samples(seed: int) -> None:
     """Of the first batch of seed 0 the sum is 0, whatever it is divided by: the step on the whole batch tells."""
     build = compiled(some, nothing_at_first(seed), 3)
     assert not build.warnings
-    assert build.plan.loss_of_microbatches == "sum"
+    assert build.plan.loss.of_microbatches == "sum"
 
 
 class Keeps(Net):

@@ -345,7 +345,7 @@ def large(count: int) -> Plan:
     rows = [
         replace(row, names=(f"m.{i}",), owner=4 * i // count, trained=True, tensor=specs[i % 2]) for i in range(count)
     ]
-    return replace(plan(), parameters=tuple(rows), workers=4)
+    return replace(plan(4), parameters=tuple(rows))
 
 
 @pytest.mark.parametrize("count", [8, 10_000])

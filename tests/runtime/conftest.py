@@ -23,6 +23,8 @@ from fxpipe.plan.spec import (
     EdgeKind,
     EdgeSpec,
     LeafSpec,
+    LossSpec,
+    ModelFileSpec,
     ParameterSpec,
     PartSpec,
     Phase,
@@ -30,6 +32,7 @@ from fxpipe.plan.spec import (
     StageSpec,
     StepSpec,
     TensorSpec,
+    WeightsSpec,
 )  # fmt: skip
 
 WIDTH, BATCH = 6, 4
@@ -253,10 +256,10 @@ class Toy:
         tree = pytree.treespec_dumps(pytree.tree_structure(example))
         step = StepSpec(leaves, tree, tuple(edges.values()), tuple(stages), units=("",) * self.workers)
         plan = Plan(
-            fxpipe=fxpipe.__version__, torch="0", model_file="../model.py", sources={}, workers=self.workers,
-            microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, autocast=None, device="cpu",
-            steps=(step,), loss_worker=self.workers - 1, parameters=tuple(parameters), buffers=buffers,
-            weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
+            fxpipe=fxpipe.__version__, torch="0", model_file=ModelFileSpec("../model.py"),
+            microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, device="cpu",
+            steps=(step,), loss=LossSpec(self.workers - 1), parameters=tuple(parameters), buffers=buffers,
+            weights=WeightsSpec(weights.name, hashlib.sha256(weights.read_bytes()).hexdigest()),
             weights_codec=self.weights_codec, placement=self.placement,
         )  # fmt: skip
         (folder / "plan.json").write_text(plan.to_json())

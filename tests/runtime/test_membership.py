@@ -102,7 +102,7 @@ CASES = {
         ({"weights": "trained.safetensors"},) * 2,
         r"worker 1 on .*: --weights: trained\.safetensors is [0-9a-f]{16}, on worker 0 it is [0-9a-f]{16}",
     ),
-    "another seed of the build": (None, ({}, {"build": "seed"}), r"worker 1 on .*: plan\.json: weights_digest is"),
+    "another seed of the build": (None, ({}, {"build": "seed"}), r"worker 1 on .*: plan\.json: weights\.digest is"),
     "other cuts": (None, ({}, {"build": "cuts"}), r"worker 1 on .*: plan\.json: steps is"),
     "more workers": (None, ({}, {"build": "three"}), "the build has 3 workers, but 2 processes were started"),
     "a flipped weight": (

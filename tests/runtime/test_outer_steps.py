@@ -215,8 +215,8 @@ def train_data():
 def test_the_processes_of_a_replica_are_next_to_each_other() -> None:
     """So that each replica's pipeline can be on a host of its own, with slow links between hosts."""
     plan = compiled(network(), entropy, 3, 1, 2).plan
-    assert [plan.seat(process) for process in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-    assert all(plan.process_of(*plan.seat(process)) == process for process in range(6))
+    assert [plan.mesh.seat(process) for process in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert all(plan.mesh.process_of(*plan.mesh.seat(process)) == process for process in range(6))
     assert process_name(4, plan.mesh) == "worker 0, replica 2"
 
 

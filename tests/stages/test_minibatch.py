@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.plan.spec import LeafSpec, LossSpec, TensorSpec
 from fxpipe.stages.minibatch import Minibatches, number_of
 from fxpipe.task.batch import Batch
 from fxpipe.torch_private import pytree
@@ -22,7 +22,7 @@ def compared(batch: tuple[Tensor, Tensor], device: str) -> tuple[int, int]:
     tree = pytree.treespec_dumps(Batch.of(batch).tree)
     plan: Any = Made(device=device, step=Made(given=leaves, batch_spec=tree, made=[], totals=None))
     plan.microbatches, plan.dp, plan.padding = 2, 1, ()
-    plan.loss_weight, plan.scales_loss, plan.outer = False, False, None
+    plan.loss, plan.scales_loss, plan.outer = LossSpec(0), False, None
     numbers = list[tuple[int, int]]()
     Minibatches(plan, {}, {}, None)(batch, 3, lambda *given: numbers.append(given))
     return numbers[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 Digests = dict[str, str]
 """By what is digested."""
 
-PASSING = ("format", "fxpipe", "torch", "digest", "model_file", "sources", "captured", "watched")
+PASSING = ("format", "fxpipe", "torch", "digest", "model_file", "watched")
 """Fields of a plan that name versions, files and lines of files."""
 
 

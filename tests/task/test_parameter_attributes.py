@@ -51,7 +51,7 @@ def again(parameter: nn.Parameter) -> Any:
     """What a worker makes of it."""
     model = nn.Module()
     model.weight = parameter
-    return hang(nn.Parameter(torch.zeros(2)), "weight", attributes_of(model))
+    return hang(nn.Parameter(torch.zeros(2)), "weight", attributes_of(model).get("weight", {}))
 
 
 def with_attribute(value: Any) -> Any:
@@ -111,7 +111,7 @@ def test_what_cannot_travel_refuses_to_be_used(make: Callable[[], Any], why: str
 def test_a_tensor_of_the_model_does_not_travel() -> None:
     model = nn.Linear(2, 2)
     model.weight.partner = {"of": model.bias.detach()}  # type: ignore[assignment]
-    found: Any = hang(nn.Parameter(torch.zeros(2)), "weight", attributes_of(model))
+    found: Any = hang(nn.Parameter(torch.zeros(2)), "weight", attributes_of(model).get("weight", {}))
     with pytest.raises(OptimizerRefused, match="partner of parameter weight"):
         found.partner["of"]
 

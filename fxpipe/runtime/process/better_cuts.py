@@ -221,7 +221,7 @@ class BetterCuts:
         """
         build.check()
         plan = read_plan(build.folder)
-        before, now = ((each.captured.parts or each.sources) for each in (self.first.plan, plan))
+        before, now = ((each.parts or each.sources) for each in (self.first.plan.model_file, plan.model_file))
         if before != now:
             raise BuildError("the model file, or what it imports, has changed since the run's build was compiled")
         return plan
@@ -241,7 +241,7 @@ class BetterCuts:
             warn(f"no other cuts could be compiled, and training goes on: {first_line(error)}")
             self.stay()
             return False
-        weights = build.folder / plan.weights_file
+        weights = build.folder / plan.weights.file
         if self.gain < GAIN or not _pays(self.gain, self._window, now.options.steps, seconds):
             say(f"other cuts would save {max(self.gain, 0.0):.0%} of a step's time, too little for a move")
         elif weights.is_file() and shutil.disk_usage(build.folder).free < ROOM * weights.stat().st_size:

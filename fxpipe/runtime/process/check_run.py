@@ -91,9 +91,10 @@ def task_of_run(plan: Plan, options: RunOptions, says: bool = True) -> Task:
     from fxpipe.task.model_file import task_of_build
 
     task = task_of_build(plan, options.build, options.model_file, options.settings, options.arguments)
-    if says and (now := precision_flags(plan.device)) != plan.precision:
+    before = plan.precision.flags
+    if says and (now := precision_flags(plan.device)) != before:
         warn(
-            f"the build was compiled with {precision_text(plan.precision)}, and this run has {precision_text(now)}: "
+            f"the build was compiled with {precision_text(before)}, and this run has {precision_text(now)}: "
             "its numbers may differ. Set flags of torch in the model file, and variables in both environments"
         )
     changed = changes(plan, options.build, options.model_file).unread
@@ -217,8 +218,7 @@ def check_moves(options: RunOptions) -> None:
         raise RunError(what, hint="give out")
     if options.on_loss == REPLAN and options.checkpoint_every is None:
         raise RunError(
-            "--on-loss replan goes on from a checkpoint, and the run saves none",
-            hint="--checkpoint-every N, or a time",
+            "--on-loss replan goes on from a checkpoint, and the run saves none", hint="--checkpoint-every N, or a time"
         )
 
 

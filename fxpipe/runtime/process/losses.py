@@ -90,8 +90,8 @@ class Losses:
     ) -> None:
         of_worker = {executor.worker: executor for executor in executors}
         readers = line.speakers if everywhere else line.speakers[:1]
-        self._source, self._names, self._turns = plan.loss_worker, plan.metrics, turns
-        self._computer = of_worker.get(plan.loss_worker)
+        self._source, self._names, self._turns = plan.loss.worker, plan.metrics, turns
+        self._computer = of_worker.get(plan.loss.worker)
         self._receives = self._computer is None and line.own in readers
         self._others = [reader for reader in readers if reader != line.own]
         self._transport = (self._computer or of_worker[line.own]).transport

@@ -192,12 +192,7 @@ class _Said:
 
 
 def agree(
-    options: RunOptions,
-    task: Task | None,
-    rank: int,
-    world: int,
-    held: ExitStack,
-    problem: FxpipeError | None = None,
+    options: RunOptions, task: Task | None, rank: int, world: int, held: ExitStack, problem: FxpipeError | None = None
 ) -> Agreed:
     """Check what this worker was given, and compare it with the others; called by all, in an open group. `held` gets
     the lock of the output folder, if this worker writes there and no launcher has the lock.
@@ -267,12 +262,13 @@ def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
     facts = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
     facts["precision"] = precision_text(precision_flags(plan.device))
     for name, value in dataclasses.asdict(plan).items():
-        facts[f"plan.json: {name}"] = _shown(value)
+        fields = value if dataclasses.is_dataclass(getattr(plan, name)) else {"": value}
+        facts |= {f"plan.json: {name}.{field}".rstrip("."): _shown(inner) for field, inner in fields.items()}
     for code in plan.code:
         facts[code.file] = _digest(Path(options.build) / code.file)
     if (model := model_path(plan, options.build, options.model_file)) is not None:
-        for name in plan.sources:  # they may have changed, but on all machines alike
-            own = name == Path(plan.model_file or "").name
+        for name in plan.model_file.sources:  # they may have changed, but on all machines alike
+            own = name == plan.model_file.name
             facts[f"source {name}"] = _digest(model if own else model.resolve().parent / name)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

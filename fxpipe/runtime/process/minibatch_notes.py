@@ -97,8 +97,7 @@ class Calls:
             self._transport.send_note(after, note, torch.tensor([own, given], dtype=torch.float64))
         if theirs != own:
             raise RunError(
-                f"worker {self._line.own} calls {CALLS[own]}(), but worker {before} calls {CALLS[theirs]}()",
-                hint=ALIKE,
+                f"worker {self._line.own} calls {CALLS[own]}(), but worker {before} calls {CALLS[theirs]}()", hint=ALIKE
             )
         if before is not None and own == refused:
             raise BatchError(

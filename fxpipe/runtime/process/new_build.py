@@ -142,7 +142,7 @@ def _as_before(plan: Plan, costs: BuildCosts) -> list[str]:
     flags = ["--accept-optimizer-per-worker", "--cost", "measured" if costs.times else "analytic"]
     if plan.device == "cuda":
         flags += ["--device", "cuda"]
-    if plan.meta:
+    if plan.weights.meta:
         flags += ["--meta"]
     if not plan.rows and plan.virtual:
         flags += ["--virtual", str(plan.workers // plan.ranks)]
@@ -161,9 +161,9 @@ def _as_before(plan: Plan, costs: BuildCosts) -> list[str]:
         flags += ["--microbatch-dims", ",".join(f"{name}={'none' if d is None else d}" for name, d in dims.items())]
     for leaf in plan.step.given:
         flags += ["--constant-batch", leaf.name] if leaf.tensor is None and leaf.read else []
-    for name, value in plan.captured.given.items():
+    for name, value in plan.model_file.given.items():
         flags += ["--set", f"{name}={value}"]
-    arguments = plan.captured.given_arguments
+    arguments = plan.model_file.given_arguments
     return [*flags, "--", *arguments] if arguments else flags
 
 

@@ -255,7 +255,7 @@ class TrainingRun:
                 recorded.forget()
             return not_finite(minibatch, loss, worker, inquiry.ask(), workers)
 
-        of_loss = [executor for executor in rows.every if executor.worker == self.job.plan.loss_worker]
+        of_loss = [executor for executor in rows.every if executor.worker == self.job.plan.loss.worker]
         check = LossCheck((of_loss or rows.every)[0].worker, error)
         for executor in of_loss if self.job.world.device.type == "cpu" else ():
             executor.observers.append(check)

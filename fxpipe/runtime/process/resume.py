@@ -301,7 +301,7 @@ def _say_what_trains(plan: Plan, executors: Sequence[Executor], read: Sequence[l
     from fxpipe.checkpoint.optimizer_state import updated_in
     from fxpipe.runtime.wires.exchange import gathered
 
-    process = plan.process_of(executors[0].worker, executors[0].replica)
+    process = plan.mesh.process_of(executors[0].worker, executors[0].replica)
     states = [shard.state["updater"] for shards in read for shard in shards if "updater" in shard.state]
     before = {name for state in states for name in updated_in(state["optimizer"])}
     now = {name for executor in executors for name in executor.store.updater.updated}

@@ -84,7 +84,7 @@ class WalkedRows:
         self.rows: list[WalkedRow] = []
         plan, world = job.plan, job.world
         for process in world.here:
-            rank, replica = plan.seat(process)
+            rank, replica = plan.mesh.seat(process)
             row = WalkedRow(rank, replica, [])
             for worker in plan.hosted(rank):
                 schedule, wires = job.recipe.of_worker(worker).schedule, world.wires(process)

@@ -128,7 +128,7 @@ class RunCallbacks(Observer):
         if len(executors) == len(self.executors):
             return
         version, flushes = executors[0].store.version, self.job.recipe.schedule.synchronous
-        before = [each for each in self.executors if flushes or each.worker == self.job.plan.loss_worker]
+        before = [each for each in self.executors if flushes or each.worker == self.job.plan.loss.worker]
         self.job.world.turns.wait(
             lambda: all(executor.store.version >= version for executor in before),
             lambda: f"callbacks after {version} updates",

@@ -37,8 +37,8 @@ class RunData:
 
     def __init__(self, job: Job[RunOptions]) -> None:
         plan, task, options, process = job.plan, job.task, job.options, job.process
-        self.hooked = StateOfHooks(plan, job.folder, task) if plan.watched or plan.calls_model else None
-        self.feed = Feed(task, options.seed) if plan.seat(process)[0] == 0 else None
+        self.hooked = StateOfHooks(plan, job.folder, task) if plan.watched or plan.model_file.calls_model else None
+        self.feed = Feed(task, options.seed) if plan.mesh.seat(process)[0] == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, task.callbacks.on_epoch is not None)

@@ -127,7 +127,7 @@ def settings_of(options: RunOptions, plan: Plan, recipe: Recipe) -> dict[str, An
         "dp": plan.dp,
         **{name: getattr(options, name) for name in SHOWN},
         "settings": read(),
-        "arguments": list(plan.captured.given_arguments if options.arguments is None else options.arguments),
+        "arguments": list(plan.model_file.given_arguments if options.arguments is None else options.arguments),
         "throttle": options.throttle,
         "device": plan.device,
     }

@@ -187,7 +187,7 @@ def _collected(plan: Plan, here: Mapping[tuple[int, int], WorkerTrace]) -> Itera
         box: list[Any] = [here.get((replica, worker))]
         if box[0] is None:
             with peers():
-                dist.recv_object_list(box, plan.process_of(worker, replica))
+                dist.recv_object_list(box, plan.mesh.process_of(worker, replica))
         yield box[0]
 
 
@@ -211,12 +211,7 @@ def recorded(
 
 
 def collect_trace(
-    path: str,
-    process: int,
-    plan: Plan,
-    recipe: Recipe,
-    here: Mapping[tuple[int, int], WorkerTrace],
-    seconds: float,
+    path: str, process: int, plan: Plan, recipe: Recipe, here: Mapping[tuple[int, int], WorkerTrace], seconds: float
 ) -> bool:
     """Send what was recorded to process 0, which receives it from all workers even if it cannot write it. On process 0,
     return whether the file was written; a failure is a warning, since the run's results are safe by then."""

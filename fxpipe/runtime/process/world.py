@@ -97,7 +97,7 @@ class AmongProcesses(World):
         self.device = own_device(plan.device)
         self.pulse, self._pulses, self.board = member.pulse, member.pulses, member.board
         self._plan, self._process = plan, process
-        self.line = ProcessLine.of(plan, plan.seat(process)[0])
+        self.line = ProcessLine.of(plan, plan.mesh.seat(process)[0])
         self._links = read_throttle(options.throttle, plan.processes)
         self.name = common_backend(self.device) if self._links is None else "gloo"
         self._others: ReplicaProcess | None = None
@@ -115,7 +115,7 @@ class AmongProcesses(World):
         if self._measures and self._wires.backend == "gloo":
             self._wires.times, name = MessageTimes(ahead), TIMES.format(process)
             self.pulse.after_beat.append(partial(self._wires.times.put, partial(self.board.set, name)))
-        rank, replica = plan.seat(process)
+        rank, replica = plan.mesh.seat(process)
         group = replica_group(plan, self.name)
         notes = replica_group(plan, "gloo") if self.name == "nccl" else None
         if group is not None:

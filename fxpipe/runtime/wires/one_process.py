@@ -94,7 +94,7 @@ class OneProcessWires:
 
     def __init__(self, plan: Plan, process: int, device: torch.device, loopback: Loopback) -> None:
         self.rank, self.device = process, device
-        self._process_of, self._loopback = cache(plan.process_of), loopback
+        self._process_of, self._loopback = cache(plan.mesh.process_of), loopback
 
     def isend(self, value: Tensor, way: Way) -> None:
         self._loopback.send((self.rank, self._process_of(way.worker, way.replica), way.line), value)

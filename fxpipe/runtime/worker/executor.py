@@ -108,7 +108,7 @@ class Executor:
         """Run one action, and begin the update that is part of it, if one is (`WeightStore.updated_by`).
 
         Returns:
-            On the loss worker, after the last F of a minibatch: its loss (float32, see `Plan.loss_of_microbatches`),
+            On the loss worker, after the last F of a minibatch: its loss (float32, see `Plan.loss.of_microbatches`),
             followed by its metrics (`Plan.metrics`). Where replicas sum their losses, `settle` returns it instead.
         """
         stage = self._stage(action)

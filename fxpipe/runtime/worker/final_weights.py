@@ -204,7 +204,7 @@ class FinalFiles:
             return None
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
         with peers():
-            dist.recv(value, self._plan.process_of(tensor.worker, 0))
+            dist.recv(value, self._plan.mesh.process_of(tensor.worker, 0))
         return value
 
     def _agree(self, again: bool) -> bool:

@@ -68,11 +68,11 @@ def initial_weights(
                 warn(warning)
         persistent = [b for b in buffers if b.persistent]
         found = dict(checkpoint.read([*parameters, *persistent], device))
-    elif plan.meta and parameters:
+    elif plan.weights.meta and parameters:
         found = initialised(plan, parameters, task.model, seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
     rest = [(row.name, row.tensor) for row in rows if row.name not in found]
-    return found | read_tensors(folder / plan.weights_file, rest, device)
+    return found | read_tensors(folder / plan.weights.file, rest, device)
 
 
 def read_tensors(

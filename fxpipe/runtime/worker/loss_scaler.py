@@ -83,7 +83,7 @@ class LossScaler(UpdatePart):
     @classmethod
     def of(cls, setting: WorkerSetting) -> Iterator[UpdatePart]:
         """The loss scaler, if the build scales its loss."""
-        check_loss_scaling(setting.recipe.schedule, setting.plan.autocast)
+        check_loss_scaling(setting.recipe.schedule, setting.plan.precision.autocast)
         if setting.plan.scales_loss:
             yield cls(setting)
 

@@ -49,7 +49,7 @@ class StateOfHooks(Observer):
         self._taken: dict[int, list[dict[str, Tensor]]] = {}  # by minibatch, for each of the sources
         self._marks: dict[int, dict[str, Tensor]] = {}
         self._places = WatchedPlaces(plan, task.hooks.of_run)
-        if plan.calls_model or not self._places.as_captured:
+        if plan.model_file.calls_model or not self._places.as_captured:
             task.make_model()
             self._places = WatchedPlaces(plan, task.hooks.of_run)
         self._tensors = self._places.tensors
@@ -63,7 +63,7 @@ class StateOfHooks(Observer):
         """
         rows = [(b.name, b.tensor) for b in self._plan.buffers if b.name in self._tensors]
         of_model = [row for row in rows if not row[0].startswith(OUTSIDE)]
-        file = Path(self._folder) / self._plan.weights_file
+        file = Path(self._folder) / self._plan.weights.file
         self._set(self._initial | (read_tensors(file, of_model, "cpu") if of_model else {}))
 
     def attach(self, executors: Sequence[Executor], ahead: bool, saved: bool) -> None:

@@ -72,7 +72,7 @@ class WeightStore:
         self.due: int | None = None
         self.observers = setting.observers
         setting.parameters |= {
-            p.name: hang(nn.Parameter(initial[p.name], requires_grad=p.trained), p.name, plan.attributes)
+            p.name: hang(nn.Parameter(initial[p.name], requires_grad=p.trained), p.name, p.attributes)
             for p in plan.owned(worker)
         }
         self.parameters, self.trained = setting.parameters, setting.trained

@@ -23,6 +23,7 @@ from fxpipe.builds.build import load
 from fxpipe.errors import FxpipeError, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import ModelFileSpec
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
@@ -90,7 +91,7 @@ class Compiled:
 def other(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build of the same model with other cuts."""
     path = moving_build(tmp_path_factory.mktemp("other"), STEPS, forward_at=("10",))
-    assert load(path).plan.captured.parts == read_plan(build).captured.parts
+    assert load(path).plan.model_file.parts == read_plan(build).model_file.parts
     return path
 
 
@@ -257,8 +258,8 @@ def test_other_cuts_are_of_the_same_model(build: Path, tmp_path: Path, asked: An
     (tmp_path / "other").mkdir()
     other = moving_build(tmp_path / "other", STEPS, forward_at=("10",))
     plan = read_plan(other)
-    parts = dict.fromkeys(plan.captured.parts, "another")
-    plan = dataclasses.replace(plan, captured=dataclasses.replace(plan.captured, parts=parts))
+    parts = dict.fromkeys(plan.model_file.parts, "another")
+    plan = dataclasses.replace(plan, model_file=dataclasses.replace(plan.model_file, parts=parts))
     (other / "plan.json").write_text(plan.to_json())
     made.append(Compiled(other))
     found, _ = watched(build, tmp_path)
@@ -276,8 +277,9 @@ def test_a_compile_is_that_of_the_build(build: Path) -> None:
         *("--microbatch-dims", "batch[0]=0,batch[1]=0"),
     ]
     stages = tuple(dataclasses.replace(stage, engines=("onnxruntime",) * 2) for stage in plan.stages)
-    captured = dataclasses.replace(plan.captured, given_arguments=("--width", "3"))
-    plan = dataclasses.replace(plan, placement=(0, 0), device="cuda", meta=True, captured=captured)
+    file = dataclasses.replace(plan.model_file, given_arguments=("--width", "3"))
+    weights = dataclasses.replace(plan.weights, meta=True)
+    plan = dataclasses.replace(plan, placement=(0, 0), device="cuda", weights=weights, model_file=file)
     plan = plan.with_step(stages=stages)
     costs = dataclasses.replace(costs, memory=(2.0**30,), partitions=())
     text = " ".join(_as_before(plan, costs))
@@ -303,8 +305,8 @@ def test_builds_that_cannot_move(build: Path, tmp_path: Path) -> None:
     for changed, what in (
         (plan, r"it has no costs\.json"),
         (dataclasses.replace(plan, replicas=(2, 2)), "does not move units of workers with replicas"),
-        (dataclasses.replace(plan, model_file=None), "made from Python objects"),
-        (dataclasses.replace(plan, workers=1), "needs other workers"),
+        (dataclasses.replace(plan, model_file=ModelFileSpec()), "made from Python objects"),
+        (plan.with_step(stages=plan.stages[:1]), "needs other workers"),
     ):
         with pytest.raises(RunError, match=what):
             check_movable(options, changed, BuildCosts())
