@@ -75,11 +75,7 @@ def _laid_out(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
     if 1 in like.shape:  # `contiguous` keeps their strides, and `view` makes new ones
         steps.append((aten.view.default, ([like.shape[d] for d in order],), "kept_shape"))
     if order != sorted(order):
-        steps = [
-            (aten.permute.default, (order,), "in_order"),
-            *steps,
-            (aten.permute.default, (back,), "kept_back"),
-        ]
+        steps = [(aten.permute.default, (order,), "in_order"), *steps, (aten.permute.default, (back,), "kept_back")]
     result, before = node, node.next
     for target, args, name in steps:
         with graph.inserting_before(before):

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_view
-from fxpipe.ir.program import CORRECTS, Level, Program, info
+from fxpipe.ir.program import CORRECTS, Level, Program, info, is_call_of
 from fxpipe.ir.transform import Pass
 from fxpipe.passes.analysis.branches import branches_together
 from fxpipe.passes.analysis.metric_nodes import loss_itself, metric_nodes, place_metrics
@@ -77,7 +77,7 @@ def _forward(
         units.append("")
     for node in reversed(nodes):
         if node in sources:
-            readers = [info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"]
+            readers = [info(n).unit for n in node.users if is_call_of(n, "F")]
             info(node).unit = min((u for u in readers if u >= 0), default=-1)
     for node in nodes:
         if is_getitem(node):  # a tuple never crosses workers, its elements do
@@ -98,7 +98,7 @@ def _last_reader(node: fx.Node) -> int:
     """The unit of a call; of a placeholder the last unit whose forward reads it."""
     if node.op == "call_function":
         return max(info(node).unit, 0)
-    readers = [info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"]
+    readers = [info(n).unit for n in node.users if is_call_of(n, "F")]
     return max([0, *readers])
 
 
@@ -110,7 +110,7 @@ def _backward(backward: list[fx.Node], nodes: list[fx.Node], last: int) -> None:
             unit_of.setdefault(number, info(node).unit)
     undecided = []
     for node in backward:
-        inputs = [info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
+        inputs = [info(n).unit for n in node.all_input_nodes if is_call_of(n, "B")]
         inputs = [u for u in inputs if u >= 0]
         unit = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
         if is_getitem(node):
@@ -156,7 +156,7 @@ def _mark_weight_gradients(program: Program) -> None:
             weight_nodes.add(node)
     made_by_b: set[fx.Node] = set()  # weight gradients, or what they are made from
     for node in backward:
-        sources = [n for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
+        sources = [n for n in node.all_input_nodes if is_call_of(n, "B")]
         if is_getitem(node) and sources[0] not in weight_nodes:
             stays = node in weight_nodes
         else:

@@ -144,11 +144,7 @@ def _header(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, st
     end = 0
     for name, spec in tensors:
         size = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
-        body[name] = {
-            "dtype": DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [end, end + size],
-        }
+        body[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

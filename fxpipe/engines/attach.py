@@ -91,12 +91,7 @@ class CheckedPart:
         return returned
 
     def _compared(
-        self,
-        emitted: Function,
-        weights: Sequence[Any],
-        buffers: Sequence[Any],
-        third: Any,
-        held_back: ReadyComm,
+        self, emitted: Function, weights: Sequence[Any], buffers: Sequence[Any], third: Any, held_back: ReadyComm
     ) -> Any:
         """What the engine returns, after the comparison; `held_back` takes what it sends and adds up."""
         part, held = self.part.part, (tuple(weights), tuple(buffers), tuple(third))
@@ -125,10 +120,7 @@ class CheckedPart:
 
 
 def check_outputs(
-    part: EnginePart,
-    expected: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    exact: Callable[[], Sequence[Tensor]],
+    part: EnginePart, expected: Sequence[Tensor], outputs: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]]
 ) -> float:
     """The largest relative error of an engine's outputs; above the limit, `exact` ones show whether it is rounding."""
     rows = part.part.outputs

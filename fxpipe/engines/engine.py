@@ -71,11 +71,7 @@ class EnginePart(PureFunction):
     """A part on an engine, called as the emitted function is."""
 
     def __init__(
-        self,
-        part: PurePart,
-        engine: Engine,
-        cache: Path | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        self, part: PurePart, engine: Engine, cache: Path | None = None, say: Callable[[str], None] = lambda text: None
     ) -> None:
         """Make the part ready. `say` gets a line of text if the engine must build: `cache` has nothing, or a damaged
         file.

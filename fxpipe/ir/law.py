@@ -32,7 +32,7 @@ from torch import fx
 from fxpipe.errors import VerifyError
 from fxpipe.ir.aten import is_getitem, is_random, repeats
 from fxpipe.ir.pace import first_gap
-from fxpipe.ir.program import INFO, Level, Program, home_of, info, value
+from fxpipe.ir.program import INFO, Level, Program, home_of, info, is_call_of, value
 from fxpipe.ir.stage_law import check_emitted, check_split
 from fxpipe.ir.wire import bucket_of, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, members_of
 from fxpipe.plan.spec import BucketSpec
@@ -112,7 +112,7 @@ def _numbered(program: Program) -> None:
 def _in_order(program: Program, node: fx.Node) -> None:
     record = info(node)
     for source in node.all_input_nodes:
-        if source.op == "call_function" and info(source).phase == record.phase:
+        if is_call_of(source, record.phase):
             before, after = info(source).unit, record.unit
             if (before > after) if record.phase == "F" else (before < after):
                 _fail(program, node, f"{record.phase} edge {source} → {node} runs from unit {before} to {after}")
@@ -146,11 +146,7 @@ def _placed(program: Program) -> None:
             assert before is not None
             assert after is not None
             if (before > after) if record.phase == "F" else (before < after):
-                _fail(
-                    program,
-                    node,
-                    f"{record.phase} edge {source} → {node} runs from worker {before} to {after}",
-                )
+                _fail(program, node, f"{record.phase} edge {source} → {node} runs from worker {before} to {after}")
     placeholders = program.placeholders
     for name, new in program.updates().items():
         home = home_of(new)
@@ -178,11 +174,7 @@ def _wired(program: Program) -> None:
                 _fail(program, node, f"{node} is not an end of any edge")
             worker, phase = (edge.src, edge.src_phase) if is_send(node) else (edge.dst, edge.dst_phase)
             if (record.worker, record.phase) != (worker, phase):
-                _fail(
-                    program,
-                    node,
-                    f"{node} is in {record.phase} of worker {record.worker}, but its edge is not",
-                )
+                _fail(program, node, f"{node} is in {record.phase} of worker {record.worker}, but its edge is not")
             val = node.meta["val"]
             if tuple(val.shape) != edge.sent.shape or str(val.dtype) != f"torch.{edge.sent.dtype}":
                 _fail(program, node, f"{node} differs from its edge in shape or dtype")

@@ -280,6 +280,11 @@ def info(node: fx.Node) -> NodeInfo:
     return node.meta[INFO]
 
 
+def is_call_of(node: fx.Node, phase: Phase) -> bool:
+    """Whether a node is a call of a phase."""
+    return node.op == "call_function" and info(node).phase == phase
+
+
 def home_of(node: fx.Node) -> int:
     """The worker where an output is made."""
     return (info(node).worker or 0) if node.op == "call_function" else 0

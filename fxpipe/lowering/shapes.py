@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.builds.build import Build
 from fxpipe.costs.step_work import step_work
 from fxpipe.errors import BatchError, CutError, FxpipeError
-from fxpipe.ir.program import Program, info
+from fxpipe.ir.program import Program, info, is_call_of
 from fxpipe.lowering.choose_codecs import like
 from fxpipe.lowering.evaluation import with_readers, with_totals
 from fxpipe.lowering.first_of_each import check_number, fits
@@ -185,7 +185,7 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
         for name, node in program.placeholders.items()
         if len(at.get(name, ())) == 1
         for user in node.users
-        if user.op == "call_function" and info(user).phase == "F"
+        if is_call_of(user, "F")
     ]
     forward = _within(like.forward, [*updated, *reads], "reads of weights and updates of buffers")
     return dataclasses.replace(like, forward=forward, backward=backward, weights=weights)

@@ -120,10 +120,7 @@ def quiet() -> Iterator[None]:
 
 
 def name_values(
-    graph: ir.Graph,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    dynamic: Mapping[str, Mapping[int, str]],
+    graph: ir.Graph, input_names: Sequence[str], output_names: Sequence[str], dynamic: Mapping[str, Mapping[int, str]]
 ) -> None:
     if len(graph.inputs) != len(input_names) or len(graph.outputs) != len(output_names):
         raise ExportError(

@@ -161,10 +161,7 @@ def decomposition_table() -> Decompositions:
 @functools.cache
 def _torch_decompositions() -> Decompositions:
     table: Decompositions = {}
-    for overload, function in [
-        *torch.export.default_decompositions().items(),
-        *torch_decompositions.items(),
-    ]:
+    for overload, function in [*torch.export.default_decompositions().items(), *torch_decompositions.items()]:
         if isinstance(overload, OpOverload) and overload not in onnx_operators() and not schema_of(overload).is_mutable:
             table.setdefault(overload, function)
     return table
@@ -188,10 +185,7 @@ def check_operators(module: fx.GraphModule) -> None:
             lines.append("\n  ".join([name + (":" if distinct else ""), *(f"  {p}" for p in distinct[:_LIMIT])]))
             if len(distinct) > _LIMIT:
                 lines[-1] += f"\n    and {len(distinct) - _LIMIT} more"
-        raise ExportError(
-            "ONNX has nothing for these operators:\n  " + "\n  ".join(lines),
-            hint=OTHER_OPERATORS,
-        )
+        raise ExportError("ONNX has nothing for these operators:\n  " + "\n  ".join(lines), hint=OTHER_OPERATORS)
 
 
 _NODE = re.compile(r"%(\w+) : .*\btarget=torch\.ops\.([\w.]+)\]")

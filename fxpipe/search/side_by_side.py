@@ -118,12 +118,7 @@ def advised_partitions(
         raise
 
 
-def _enough_workers(
-    profile: Profile,
-    setting: Setting,
-    count: int,
-    say: Callable[[str], None],
-) -> int | None:
+def _enough_workers(profile: Profile, setting: Setting, count: int, say: Callable[[str], None]) -> int | None:
     """The smallest number of workers that fits, among the next few and a few larger ones."""
     if setting.schedule_of(count).several:
         return None  # several workers share a process, so more of them may not help

@@ -228,12 +228,7 @@ class _Bare(nn.Module):
 
 
 def _trace(
-    model: nn.Module,
-    loss: Loss,
-    example: Example,
-    tensors: HeldTensors,
-    device: str,
-    autocast: str | None,
+    model: nn.Module, loss: Loss, example: Example, tensors: HeldTensors, device: str, autocast: str | None
 ) -> Traced:
     count = len(tensors.values)
     replaced, lost = list[int](), list[int]()

@@ -154,11 +154,7 @@ class _Recorder(TorchFunctionMode):
         self.place: tuple[str, int] = ("", 0)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         frame = user_frame(sys._getframe(1))
         if frame is not None:

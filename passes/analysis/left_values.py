@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.ir.aten import is_view
-from fxpipe.ir.program import AGAIN, Program, info, size_of, value
+from fxpipe.ir.program import AGAIN, Program, info, is_call_of, size_of, value
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def left_values(program: Program) -> list[LeftValues]:
         backward, weights = ([node for node in mine if info(node).phase == phase] for phase in ("B", "W"))
         there = _held_by_forward(program, mine, worker)
         saved = {memory for memory in _read(later) if memory in there}
-        deferred = {m for m in _read(weights) if m in there or (m.op == "call_function" and info(m).phase == "B")}
+        deferred = {m for m in _read(weights) if m in there or is_call_of(m, "B")}
         left.append(
             LeftValues(
                 _size(saved),

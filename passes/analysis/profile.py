@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random, is_view, viewed
-from fxpipe.ir.program import Program, info, size_of, unit_name, value
+from fxpipe.ir.program import Program, info, is_call_of, size_of, unit_name, value
 from fxpipe.passes.analysis.levels import levels_of_units
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.planner.profile import Profile, Unit, Value, in_turn
@@ -33,7 +33,9 @@ class _Profiler:
         self.nodes = list(program)
         sources = sources_of(program)
         self.anywhere = sources.cheap | sources.fixed  # the worker or backward that needs them makes them
-        self.rows: list[dict[str, float]] = [{} for _ in range(self.count)]
+        # What the program lacks is 0, not the default for profiles that leave it out.
+        nothing = dict.fromkeys(("forward_ms", "backward_ms", "saved_bytes", "gradient_bytes"), 0.0)
+        self.rows: list[dict[str, Any]] = [{**nothing} for _ in range(self.count)]
 
     def profile(self, levels: bool) -> Profile:
         """Everything, unit by unit."""
@@ -46,7 +48,7 @@ class _Profiler:
         for path, row, saving in zip(self.program.units, self.rows, savings, strict=True):
             name = unit_name(path)
             names[name] = names.get(name, 0) + 1
-            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row), levels=saving))
+            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **row, levels=saving))
         glued = glued_positions(self.program)
         activations, gradients = in_turn(self._activations()), in_turn(self._gradients())
         return Profile(tuple(units), tuple(activations), tuple(gradients), glued)
@@ -115,7 +117,7 @@ class _Profiler:
             if not info(node).weight:
                 continue
             for source in node.all_input_nodes:
-                of_b = source.op == "call_function" and info(source).phase == "B" and not info(source).weight
+                of_b = is_call_of(source, "B") and not info(source).weight
                 key = (viewed(source), info(node).unit)
                 if of_b and key not in handed:
                     handed.add(key)
@@ -160,19 +162,9 @@ def glued_positions(program: Program) -> dict[int, str]:
     return glued
 
 
-def is_call_of(node: fx.Node, phase: str) -> bool:
-    """Whether a node is a call in that phase."""
-    return node.op == "call_function" and info(node).phase == phase
-
-
 def _units(nodes: Iterable[fx.Node]) -> set[int]:
     return {info(n).unit for n in nodes}
 
 
 def _by_chance(node: fx.Node) -> bool:
     return is_random(node) or (is_getitem(node) and is_random(node.all_input_nodes[0]))
-
-
-def _complete(row: Mapping[str, float]) -> dict[str, Any]:
-    """A unit's costs; what the program lacks is 0, not the default for profiles that leave it out."""
-    return {"forward_ms": 0.0, "backward_ms": 0.0, "saved_bytes": 0.0, "gradient_bytes": 0.0, **row}

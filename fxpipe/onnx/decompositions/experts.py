@@ -14,11 +14,7 @@ aten = torch.ops.aten
 
 
 def _grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Group g is the places from `offs[g-1]` to `offs[g]` of the axis that only one of the two has whole:
 

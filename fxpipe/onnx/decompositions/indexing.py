@@ -17,11 +17,7 @@ _CHECKED = -2  # a padding index, which the forward ignores: it marks our own ca
 
 
 def _embedding(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
     """ONNX would count a negative index from the end: an index out of range raises, as in ATen."""
     if padding_idx == _CHECKED:

@@ -79,10 +79,10 @@ class ErrorFeedback(UpdateRepair):
         """Call right after every `optimizer.step()`: turns the copy into u_t, and applies the formula above."""
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
-            made, late.spare = late.spare, None
-            foreach_sub_(made, late.weights)
-            foreach_sub_(late.weights, made)
-            late.steps.append(made)
+            steps, late.spare = late.spare, None
+            foreach_sub_(steps, late.weights)
+            foreach_sub_(late.weights, steps)
+            late.steps.append(steps)
             if len(late.steps) > late.delay:
                 late.spare = late.steps.popleft()
                 foreach_add_(late.weights, late.spare)
@@ -90,7 +90,7 @@ class ErrorFeedback(UpdateRepair):
     def state(self) -> list[tuple[Tensor, int, list[Tensor]]]:
         """Each late parameter, its delay, and its last steps, oldest first. For `load`."""
         return [
-            (weight, late.delay, [made[place] for made in late.steps])
+            (weight, late.delay, [steps[place] for steps in late.steps])
             for late in self._late
             for place, weight in enumerate(late.weights)
         ]
@@ -102,21 +102,21 @@ class ErrorFeedback(UpdateRepair):
         If parameters have other delays here, the weights become X, and the feedback starts again. Parameters that were
         not trained before have no past steps.
         """
-        known = {id(weight): (delay, steps) for weight, delay, steps in remembered}
+        past = {id(weight): (delay, steps) for weight, delay, steps in remembered}
         for late in self._late:
-            most = max((len(known[id(weight)][1]) for weight in late.weights if id(weight) in known), default=0)
-            found = [
-                known.get(id(weight), (late.delay, [torch.zeros_like(weight, requires_grad=False)] * most))
+            most = max((len(past[id(weight)][1]) for weight in late.weights if id(weight) in past), default=0)
+            rows = [
+                past.get(id(weight), (late.delay, [torch.zeros_like(weight, requires_grad=False)] * most))
                 for weight in late.weights
             ]
-            if {delay for delay, _ in found} == {late.delay} and len({len(steps) for _, steps in found}) == 1:
-                for made in zip(*(steps for _, steps in found), strict=True):
+            if {delay for delay, _ in rows} == {late.delay} and len({len(steps) for _, steps in rows}) == 1:
+                for of_update in zip(*(steps for _, steps in rows), strict=True):
                     copies = [torch.empty_like(w, requires_grad=False) for w in late.weights]
-                    foreach_copy_(copies, made)
+                    foreach_copy_(copies, of_update)
                     late.steps.append(copies)
                 for weight in late.weights:
-                    known.pop(id(weight), None)
+                    past.pop(id(weight), None)
         for weight, _, steps in remembered:
-            if id(weight) in known:
+            if id(weight) in past:
                 for step in steps:
                     weight.add_(step)

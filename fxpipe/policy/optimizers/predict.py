@@ -41,11 +41,7 @@ class Predictor:
     """Where a checkpoint keeps its state by the names of parameters, and of which type."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[Tensor],
-        *,
-        weight_form: bool = False,
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], *, weight_form: bool = False
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)

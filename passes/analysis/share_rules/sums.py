@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import info, value
+from fxpipe.ir.program import is_call_of, value
 from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
@@ -104,7 +104,7 @@ def _divisible(call: OperatorCall, node: fx.Node) -> list[tuple[fx.Node, fx.Node
         return None
     if node not in call.facts.backward.depends:
         return [(node, call.node)]
-    readers = [u for u in node.users if u.op == "call_function" and info(u).phase == "F"]
+    readers = [u for u in node.users if is_call_of(u, "F")]
     if [u for u in readers if u not in call.facts.passed_over] != [call.node]:
         return None
     if operator_of(node) in ("add", "sub") and len(node.all_input_nodes) == 2:
