@@ -23,7 +23,7 @@ from fxpipe.cli.output import note
 from fxpipe.errors import FxpipeError, TaskError, near
 from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
 from fxpipe.options import flags
-from fxpipe.plan.spec import ModelFileSpec
+from fxpipe.plan.user_files import ModelFileSpec
 from fxpipe.schedule import SCHEDULES, OneFOneB, kind_of
 from fxpipe.settings import pairs, texts
 from fxpipe.task.model_options import ModelOptions

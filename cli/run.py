@@ -33,7 +33,7 @@ from fxpipe.inspection.run_comparison import SMOOTH, smoothed
 from fxpipe.observe.rates import rates_text, steps_made
 from fxpipe.options import option
 from fxpipe.plan.build_folder import load_plan, model_path, read_plan
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy import check_policy
 from fxpipe.runtime.options import KEPT, RunOptions
 from fxpipe.schedule import of_plan

@@ -14,7 +14,8 @@ from fxpipe.ir import wire
 from fxpipe.ir.aten import is_sparse
 from fxpipe.ir.program import INFO, Level, NodeInfo, Program, home_of, info, value
 from fxpipe.ir.transform import Pass
-from fxpipe.plan.spec import BucketSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import BucketSpec
 from fxpipe.task.batch import tensor_spec
 
 BUCKET_BYTES = 25 * 2**20

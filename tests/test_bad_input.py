@@ -15,7 +15,7 @@ from model_files import STEPS, line_of, write_model
 from safetensors.torch import load_file
 
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import FORMAT, Plan
+from fxpipe.plan.plan import FORMAT, Plan
 
 TRAIN_DATA = "for _ in range(5)]"
 

@@ -16,7 +16,7 @@ import torch
 
 import fxpipe
 from fxpipe.plan.cost_records import StageTime
-from fxpipe.plan.spec import ParameterSpec
+from fxpipe.plan.plan import ParameterSpec
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
 from fxpipe.policy.recipe import choose

@@ -27,7 +27,7 @@ from fxpipe.lowering.eager_step import eager_step
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import glued_positions
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.pipeline import Pipeline
 from fxpipe.stages.compare import FLOOR, FLOOR_OF_SUMS

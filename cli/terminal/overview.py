@@ -21,7 +21,7 @@ from fxpipe.messages import plain
 from fxpipe.observe.progress import held_out
 from fxpipe.observe.rates import rates_text, steps_made
 from fxpipe.plan.cost_records import ScheduleForecast
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.mesh import OuterSpec
 from fxpipe.planner.quantity import size
 from fxpipe.schedule.graph import graph_text
 from fxpipe.schedule.order import IDLE

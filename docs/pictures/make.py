@@ -25,7 +25,8 @@ import fxpipe
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv
 from fxpipe.plan.cost_records import StageTime
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import Phase
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.base import sight
 from fxpipe.policy.demand import Demand

@@ -53,7 +53,7 @@ from fxpipe.plan.build_folder import (
 )
 from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.plan.lock import replacing_alone
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json

@@ -32,7 +32,7 @@ from fxpipe.checkpoint.safetensors_file import TensorFile, write_bytes, write_te
 from fxpipe.checkpoint.tree import Decoder, Encoder, said
 from fxpipe.errors import CheckpointError
 from fxpipe.files import sync_folder
-from fxpipe.plan.spec import BufferSpec, Plan
+from fxpipe.plan.plan import BufferSpec, Plan
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 INDEX = "model.safetensors.index.json"

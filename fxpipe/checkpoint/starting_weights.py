@@ -14,7 +14,7 @@ from fxpipe.checkpoint.safetensors_file import DTYPES, read_digests
 from fxpipe.checkpoint.shard import INDEX
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
+from fxpipe.plan.plan import BufferSpec, ParameterSpec, Plan
 from fxpipe.typed_json import convert, explained, parse
 
 Row = ParameterSpec | BufferSpec

@@ -8,7 +8,7 @@ from fxpipe.codecs import codec
 from fxpipe.codecs.accuracy import HARMLESS, KINDS, STUDIED, keeps_the_result, worst
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.errors import listed
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 
 Used = Collection[tuple[str, str]]
 """Kinds of edges, with their lossy codecs."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from fxpipe.codecs import codec as make_codec
 from fxpipe.codecs.codec import OUTER, Codec, EdgeState
 from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
-from fxpipe.plan.spec import Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import TensorSpec
 
 
 def gains(codec: Codec, tensor: TensorSpec) -> bool:

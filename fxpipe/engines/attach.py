@@ -16,7 +16,8 @@ from fxpipe.codecs import without_codecs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.messages import say
-from fxpipe.plan.spec import PartSpec, Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PartSpec, Phase
 from fxpipe.precision import cudnn_takes_tf32
 from fxpipe.random_state import random_state, set_random_state
 from fxpipe.stages.compare import TOLERANCE, Expected, compare, rounding_alone, tolerance
@@ -103,8 +104,7 @@ class CheckedPart:
             raise
         except Exception as error:
             raise BackendError(
-                f"{self.part.engine} fails on {part.name}: {type(error).__name__}: {first_line(error)}",
-                hint=USE_EAGER,
+                f"{self.part.engine} fails on {part.name}: {type(error).__name__}: {first_line(error)}", hint=USE_EAGER
             ) from error
         after = random_state()
         set_random_state(state)
@@ -145,8 +145,6 @@ def check_outputs(
     if wrong:
         worst = max(wrong, key=lambda d: d.error)
         raise BackendError(
-            f"{part.engine} does not compute what eager PyTorch computes: {worst}",
-            where=part.part.name,
-            hint=USE_EAGER,
+            f"{part.engine} does not compute what eager PyTorch computes: {worst}", where=part.part.name, hint=USE_EAGER
         )
     return max((d.error for d in differences if d.error <= limit), default=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 
 from fxpipe.onnx.model_file import WeightsForm, note
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}

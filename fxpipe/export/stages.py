@@ -26,7 +26,8 @@ from fxpipe.export.target import check_export_target, check_opset, check_package
 from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
-from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import FUNCTIONS, Phase
 from fxpipe.random_state import torch_state_kept
 from fxpipe.stages.compare import SLACK, Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import LoadedStage, load_stages

@@ -11,7 +11,8 @@ from fxpipe.codecs.packs import outer_bytes
 from fxpipe.inspection.table import plural
 from fxpipe.observe.rates import samples_of
 from fxpipe.plan.cost_records import EngineTime
-from fxpipe.plan.spec import LeafSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import LeafSpec
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.quantity import size
 from fxpipe.policy.base import Policy

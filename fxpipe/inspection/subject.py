@@ -12,7 +12,7 @@ from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
 from fxpipe.plan.build_folder import COSTS, NODES, PROFILE, model_path, read_plan
 from fxpipe.plan.current import changes
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.stages.loaded import is_edited

@@ -8,7 +8,8 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic, begin
-from fxpipe.plan.spec import PHASES, ParameterSpec
+from fxpipe.plan.plan import ParameterSpec
+from fxpipe.plan.spec import PHASES
 from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.cuts import Cuts

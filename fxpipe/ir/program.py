@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from fxpipe.ir.stage import Stage
-from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase, WatchedSpec
+from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase
+from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.base import FLOAT16
 
@@ -264,9 +265,7 @@ class Program:
         return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "buffer"}
 
     def run(
-        self,
-        values: Mapping[str, torch.Tensor] | None = None,
-        batch: Mapping[str, torch.Tensor] | None = None,
+        self, values: Mapping[str, torch.Tensor] | None = None, batch: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs, on the model's own values and the example batch unless others are given."""
         feed = {**self.values, **self.example, **(values or {}), **(batch or {})}

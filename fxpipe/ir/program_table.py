@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from fxpipe.ir.program import Program
-    from fxpipe.plan.spec import Plan
+    from fxpipe.plan.plan import Plan
 
 FORMAT = 1
 

@@ -14,7 +14,8 @@ from fxpipe.ir.program import Program
 from fxpipe.lowering.choose_cuts import Choice
 from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.plan.cost_records import CodecTimes
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios

@@ -26,7 +26,8 @@ from fxpipe.engines.kept_files import names_of
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan.cost_records import EdgeTiming, EngineTime
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import Phase
 from fxpipe.random_state import torch_state_kept
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls

@@ -14,7 +14,7 @@ from fxpipe import user_lines
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.lowering.agreement import Step
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.random_state import alike, seed_torch, torch_state, torch_state_kept
 from fxpipe.stages.minibatch import TRIED_SCALE
 from fxpipe.task.batch import Batch

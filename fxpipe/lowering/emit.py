@@ -21,7 +21,8 @@ from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.cost_records import CodecTimes
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile

@@ -26,7 +26,8 @@ from fxpipe.lowering.lowering import Lowering, name_constants
 from fxpipe.lowering.options import DEFAULTS, CompileOptions
 from fxpipe.lowering.padding_doubts import evaluation_doubts
 from fxpipe.passes.codegen import TOTALS
-from fxpipe.plan.spec import BufferSpec, PadSpec, Plan, StageSpec, StepSpec
+from fxpipe.plan.plan import BufferSpec, Plan
+from fxpipe.plan.spec import PadSpec, StageSpec, StepSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.hooks import Metrics, MetricsOfAll

@@ -24,7 +24,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.messages import say, warn
 from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.options import names, taken
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_moves, refuse_moves, writing
 from fxpipe.runtime.process.launch import launch

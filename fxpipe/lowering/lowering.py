@@ -20,7 +20,7 @@ from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.graph import Graph
 from fxpipe.task.batch import tensor_spec

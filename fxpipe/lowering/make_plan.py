@@ -11,18 +11,8 @@ from torch import fx
 import fxpipe
 from fxpipe.ir.program import Program, value
 from fxpipe.plan.build_folder import WEIGHTS
-from fxpipe.plan.spec import (
-    LOSS_WEIGHT,
-    BufferSpec,
-    LossSpec,
-    ParameterSpec,
-    Phase,
-    Plan,
-    PrecisionSpec,
-    StageSpec,
-    StepSpec,
-    WeightsSpec,
-)
+from fxpipe.plan.plan import BufferSpec, LossSpec, ParameterSpec, Plan, PrecisionSpec, WeightsSpec
+from fxpipe.plan.spec import LOSS_WEIGHT, Phase, StageSpec, StepSpec
 from fxpipe.planner.setting import Setting
 from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of

@@ -15,7 +15,7 @@ from fxpipe.errors import BatchError, BuildError, TaskError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.lowering.shapes import capture_shape, with_shape
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.meta import on_meta

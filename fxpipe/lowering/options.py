@@ -14,7 +14,9 @@ from fxpipe.errors import CutError, FxpipeError, ScheduleError
 from fxpipe.options import check, flags, option, optional
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
-from fxpipe.plan.spec import OuterSpec, PadSpec, Plan
+from fxpipe.plan.mesh import OuterSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PadSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links

@@ -30,7 +30,8 @@ from fxpipe.passes.encode import Encode
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
 from fxpipe.passes.whole_loss import WholeLoss
-from fxpipe.plan.spec import FUNCTIONS, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import FUNCTIONS
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
 from fxpipe.schedule.graph import graph_of_edges

@@ -20,7 +20,8 @@ from fxpipe.costs.timer import Rounds, clock_of, quartile
 from fxpipe.optimizer.hook import hold_still
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.packing import Layout, Pack
-from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PHASES, EdgeSpec, Phase
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.random_state import torch_state_kept

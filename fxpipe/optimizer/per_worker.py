@@ -22,7 +22,7 @@ from torch import Tensor
 from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.optimizer.hook import users
 from fxpipe.optimizer.play import Copies, Played, TooLong
-from fxpipe.plan.spec import ParameterSpec, Plan
+from fxpipe.plan.plan import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.model_file import default_optimizer

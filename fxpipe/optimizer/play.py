@@ -16,7 +16,7 @@ from fxpipe.errors import TaskError
 from fxpipe.optimizer.hook import make_optimizer, shrunk
 from fxpipe.optimizer.known import looks_at_each_alone
 from fxpipe.optimizer.state_outside import state_outside
-from fxpipe.plan.spec import ParameterSpec
+from fxpipe.plan.plan import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
 from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused

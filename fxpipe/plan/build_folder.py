@@ -10,8 +10,8 @@ import fxpipe
 from fxpipe.errors import BuildError
 from fxpipe.files import check_creatable, digest
 from fxpipe.plan.consistency import check
+from fxpipe.plan.plan import FORMAT, Plan
 from fxpipe.plan.signed import read_signed
-from fxpipe.plan.spec import FORMAT, Plan
 from fxpipe.typed_json import convert, explained
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"

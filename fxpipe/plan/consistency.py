@@ -11,20 +11,9 @@ from typing import Any
 
 from fxpipe.options import unfit
 from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
-from fxpipe.plan.spec import (
-    BufferSpec,
-    EdgeSpec,
-    LeafSpec,
-    LossSpec,
-    OuterSpec,
-    ParameterSpec,
-    PartSpec,
-    Plan,
-    StageSpec,
-    StepSpec,
-    TensorSpec,
-    WeightsSpec,
-)
+from fxpipe.plan.mesh import OuterSpec
+from fxpipe.plan.plan import BufferSpec, LossSpec, ParameterSpec, Plan, WeightsSpec
+from fxpipe.plan.spec import EdgeSpec, LeafSpec, PartSpec, StageSpec, StepSpec, TensorSpec
 from fxpipe.typed_json import Malformed, parse
 
 _DTYPES = frozenset(

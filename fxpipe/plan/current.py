@@ -9,8 +9,8 @@ from pathlib import Path
 from fxpipe.errors import BuildError, TaskError, near
 from fxpipe.files import digest
 from fxpipe.plan.build_folder import model_path
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.read_by_capture import read_by_capture
-from fxpipe.plan.spec import Plan
 from fxpipe.settings import Value, pairs, read_as
 
 

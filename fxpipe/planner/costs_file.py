@@ -18,7 +18,7 @@ from fxpipe.plan.cost_records import (
     StepMemory,
     WorkerSummary,
 )
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import check_amounts

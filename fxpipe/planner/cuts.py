@@ -6,7 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from fxpipe.errors import CutError
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import Phase
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
+from fxpipe.plan.plan import ParameterSpec, Plan
+from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.plan.urgency import turn_of
 from fxpipe.policy.base import Policy, ahead_of, lag_of
 from fxpipe.schedule.action import Action

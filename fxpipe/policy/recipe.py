@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
 from fxpipe.errors import PolicyError, ScheduleError
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule.base import Schedule

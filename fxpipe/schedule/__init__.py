@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeVar
 
 from fxpipe.errors import ScheduleError, near
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.asynchronous import Async, AsyncLate
 from fxpipe.schedule.base import Schedule

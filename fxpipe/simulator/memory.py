@@ -28,7 +28,8 @@ from math import ceil
 from typing import Any
 
 from fxpipe.plan.cost_records import PartMemory, WorkerSummary
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import Phase
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights

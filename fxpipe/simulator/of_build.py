@@ -8,7 +8,8 @@ from dataclasses import replace
 from fxpipe.codecs.packs import outer_bytes
 from fxpipe.errors import BuildError
 from fxpipe.plan.cost_records import EdgeTiming, StageTime
-from fxpipe.plan.spec import BucketSpec, EdgeSpec, Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import BucketSpec, EdgeSpec, Phase
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
@@ -96,12 +97,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
 
 def _message(edge: EdgeSpec, timing: EdgeTiming | None) -> Message:
     sent = Message(
-        edge.src,
-        edge.src_phase,
-        edge.dst,
-        edge.dst_phase,
-        edge.sent.bytes,
-        turn=turn_of(edge.kind, edge.sent.bytes),
+        edge.src, edge.src_phase, edge.dst, edge.dst_phase, edge.sent.bytes, turn=turn_of(edge.kind, edge.sent.bytes)
     )
     return sent if timing is None else replace(sent, made=timing.made, needed=timing.needed, places=timing.places)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError, CodecError, FxpipeError, PeerLost, RunError
-from fxpipe.plan.spec import PartSpec, Phase, Plan, StageSpec, StepSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PartSpec, Phase, StageSpec, StepSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
@@ -86,9 +87,7 @@ def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
         ) from error
     if differences := _differences(tree, parts):
         raise BuildError(
-            f"{path.name} does not match its plan: " + "; ".join(differences),
-            where=str(path),
-            hint=COMPILE_AGAIN,
+            f"{path.name} does not match its plan: " + "; ".join(differences), where=str(path), hint=COMPILE_AGAIN
         )
     scope: dict[str, Any] = {"__name__": f"fxpipe_{path.stem}", "__file__": str(path)}
     try:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fxpipe.codecs import is_without_codecs
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import Phase
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.part_call import Function, PartCall, PartResult
 

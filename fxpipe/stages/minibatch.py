@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BatchError, TaskError
-from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan, StepSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, StepSpec
 from fxpipe.stages.loaded import load_stages
 from fxpipe.task.batch import Batch
 from fxpipe.task.loss_weights import LossWeight, weight_of

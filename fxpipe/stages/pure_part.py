@@ -27,7 +27,8 @@ from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import ONE_DRAW
 from fxpipe.ir.recurrent_layer import is_left
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, TensorSpec
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import Handed, PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, blank, hoist_draws

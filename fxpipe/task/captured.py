@@ -13,7 +13,7 @@ from fxpipe.errors import BuildError
 from fxpipe.files import digest
 from fxpipe.plan.current import check_known
 from fxpipe.plan.read_by_capture import ReadByCapture, read_by_capture
-from fxpipe.plan.spec import ModelFileSpec, SettingSpec
+from fxpipe.plan.user_files import ModelFileSpec, SettingSpec
 from fxpipe.settings import read
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.task.batch import Batch
 from fxpipe.task.bf16_parameters import narrow
 from fxpipe.task.loss_weights import LossWeights, weighted_means

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fxpipe.errors import TaskError
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.task.batch import Batch
 
 LossWeight = Callable[[Any], Any]

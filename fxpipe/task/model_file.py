@@ -21,7 +21,7 @@ from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.build_folder import model_path
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.settings import pairs, use
 from fxpipe.task.callbacks import ARGUMENTS, CALLBACKS, Callbacks, check_signature

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError, listed
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.task.model_view import replaced
 from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS, version_of

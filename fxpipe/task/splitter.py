@@ -11,7 +11,8 @@ import torch
 
 from fxpipe.device_copies import ToDevice
 from fxpipe.errors import BatchError
-from fxpipe.plan.spec import LeafSpec, Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.task.batch import Batch, constant_of, is_number, said, unusual
 from fxpipe.task.containers import tree_text
 from fxpipe.torch_private import pytree

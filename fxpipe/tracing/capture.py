@@ -30,7 +30,8 @@ from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import rarely_collected
 from fxpipe.messages import silenced
-from fxpipe.plan.spec import LeafSpec, WatchedSpec
+from fxpipe.plan.spec import LeafSpec
+from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import Batch, as_scalar, tensor_spec
 from fxpipe.task.hooks import Loss, loss_and_metrics

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fxpipe import user_lines
-from fxpipe.plan.spec import WatchedSpec
+from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.task.first_batches import values_kept
 from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS
 from fxpipe.tracing import holders

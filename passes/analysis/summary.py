@@ -9,7 +9,7 @@ from fxpipe.ir.program import Program, info, size_of, unit_name
 from fxpipe.ir.stage import Part
 from fxpipe.passes.analysis.liveness import part_memories
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts, WorkerSummary
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand

@@ -22,7 +22,7 @@ from fxpipe.cli.model_build import doubts_of
 from fxpipe.lowering import compare_with_eager as agreement
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.cost_records import EngineTime, StageTime, WorkerSummary
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.task.model_file import load_task
 

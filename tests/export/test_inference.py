@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fxpipe.errors import ExportError
 from fxpipe.export.inference import InferenceExport, export_inference
 from fxpipe.lowering.lower import compile
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 
 
 def planned(model: nn.Module, loss: Callable[..., Any], batch: Any, *at: str) -> Plan:

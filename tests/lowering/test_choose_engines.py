@@ -21,7 +21,7 @@ from fxpipe.lowering import choose_engines as choose
 from fxpipe.lowering.choose_engines import choose_engines
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.cost_records import EngineTime
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart

@@ -34,7 +34,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from fxpipe.errors import TaskError
 from fxpipe.optimizer.per_worker import MOST, check_per_worker, largest_difference
 from fxpipe.optimizer.play import LOUD, Played
-from fxpipe.plan.spec import Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import seed_everything
 from fxpipe.task.one_optimizer import OptimizerRefused
 

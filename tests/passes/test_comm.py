@@ -29,7 +29,7 @@ from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.units import Units
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule import of_plan
 

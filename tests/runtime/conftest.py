@@ -18,22 +18,9 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.plan.spec import (
-    BufferSpec,
-    EdgeKind,
-    EdgeSpec,
-    LeafSpec,
-    LossSpec,
-    ModelFileSpec,
-    ParameterSpec,
-    PartSpec,
-    Phase,
-    Plan,
-    StageSpec,
-    StepSpec,
-    TensorSpec,
-    WeightsSpec,
-)  # fmt: skip
+from fxpipe.plan.plan import BufferSpec, LossSpec, ParameterSpec, Plan, WeightsSpec  # fmt: skip
+from fxpipe.plan.spec import EdgeKind, EdgeSpec, LeafSpec, PartSpec, Phase, StageSpec, StepSpec, TensorSpec  # fmt: skip
+from fxpipe.plan.user_files import ModelFileSpec  # fmt: skip
 
 WIDTH, BATCH = 6, 4
 TASK = """

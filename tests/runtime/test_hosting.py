@@ -14,7 +14,7 @@ from small_models import CASES
 from strict_wires import run_in_threads
 
 from fxpipe.builds.build import Build
-from fxpipe.plan.spec import Mesh
+from fxpipe.plan.mesh import Mesh
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.ends import process_name
 

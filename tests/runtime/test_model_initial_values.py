@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import TaskError
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.worker.initial_weights import initialised
 from fxpipe.task.meta import MetaModel, on_meta
 

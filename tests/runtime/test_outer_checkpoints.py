@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fxpipe as fxp
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.mesh import OuterSpec
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.start import run_local
 from fxpipe.runtime.wires.collective import LocalCollective, ReplicaBoard

@@ -21,7 +21,7 @@ from fxpipe.inspection.sentences import outer_facts, outer_text
 from fxpipe.lowering.options import CompileOptions, options_like
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.mesh import OuterSpec
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.start import run_local

@@ -10,7 +10,7 @@ from cached import captured
 import fxpipe
 from fxpipe.codecs.packs import outer_message
 from fxpipe.plan.cost_records import StageTime
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.mesh import OuterSpec
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import TooLittleMemory
 from fxpipe.policy.recipe import choose

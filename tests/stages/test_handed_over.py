@@ -24,7 +24,8 @@ from fxpipe.observe.watch import Watch
 from fxpipe.passes.reduce import Reduce
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import BucketSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import BucketSpec
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.stages.loaded import load_stage_text, load_stages
 from fxpipe.stages.microbatch import record_calls

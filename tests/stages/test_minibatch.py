@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.plan.spec import LeafSpec, LossSpec, TensorSpec
+from fxpipe.plan.plan import LossSpec
+from fxpipe.plan.spec import LeafSpec, TensorSpec
 from fxpipe.stages.minibatch import Minibatches, number_of
 from fxpipe.task.batch import Batch
 from fxpipe.torch_private import pytree

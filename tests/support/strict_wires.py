@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
+from fxpipe.plan.mesh import MESH, Mesh
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.losses import Losses

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import TaskError
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.task.loss_weights import LossWeights, weight_of, weighted_means
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpipe.plan.spec import WatchedSpec
+from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.task.model_file import load_task
 from fxpipe.tracing.capture import capture
 from fxpipe.tracing.hook_state import BeforeModel, described, undone, walk_of

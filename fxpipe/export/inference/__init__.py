@@ -27,7 +27,7 @@ from fxpipe.export.inference.chain import Port, check_plan, make_chain, place_ca
 from fxpipe.export.inference.check import check_chain
 from fxpipe.export.inference.eval_graph import export_graph, in_a_line
 from fxpipe.export.inference.stages import InferenceStage, Writer
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.random_state import torch_state_kept
 from fxpipe.task.hooks import Loss
 from fxpipe.tracing.held_tensors import HeldTensors

@@ -12,7 +12,7 @@ from fxpipe.errors import ExportError, listed
 from fxpipe.export.inference.call import distinct
 from fxpipe.export.inference.eval_graph import EvalGraph, is_size, module_of
 from fxpipe.ir.aten import is_cheap, is_getitem
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.torch_private import operator_name
 from fxpipe.tracing.held_tensors import HeldTensors
 

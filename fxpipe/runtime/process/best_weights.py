@@ -19,7 +19,7 @@ from fxpipe.errors import RunError, near
 from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.out_folder import BEST_NOTE, BEST_WEIGHTS, OutFolder
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.options import RunOptions
 
 if TYPE_CHECKING:  # the launcher reads the metric, and imports no torch

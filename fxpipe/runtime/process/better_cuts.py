@@ -22,7 +22,7 @@ from fxpipe.errors import BuildError, FxpipeError, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import COSTS, read_plan
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.guardian import Guardian

@@ -14,7 +14,7 @@ from fxpipe.messages import say, warn
 from fxpipe.plan.build_folder import COSTS, check_output, load_plan, model_path
 from fxpipe.plan.current import changes, check_current
 from fxpipe.plan.lock import locked, run_lock
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.device import read_throttle
 from fxpipe.runtime.options import REPLAN, RunOptions

@@ -14,7 +14,7 @@ from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
 from fxpipe.observe.out_folder import BEST_WEIGHTS, PARTIAL, OutFolder
 from fxpipe.observe.run_json import RunJson
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.best_weights import BestWeights, Goal, Write, lacks, metrics_of

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.process.best_weights import metrics_of
 from fxpipe.runtime.process.training_loop import posted
 from fxpipe.runtime.wires.addresses import ProcessLine, moves

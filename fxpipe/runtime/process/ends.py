@@ -21,7 +21,7 @@ from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLo
 from fxpipe.limits import limit_hint
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
-from fxpipe.plan.spec import MESH, Mesh
+from fxpipe.plan.mesh import MESH, Mesh
 from fxpipe.runtime.wires.board import Board
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

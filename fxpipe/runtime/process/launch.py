@@ -25,7 +25,7 @@ from fxpipe.observe.progress import PAUSE, leave_bar, starting_text
 from fxpipe.observe.pulse import PULSES, PulseFile
 from fxpipe.observe.run_json import RunJson
 from fxpipe.observe.trace.writer import partial
-from fxpipe.plan.spec import MESH, Mesh
+from fxpipe.plan.mesh import MESH, Mesh
 from fxpipe.runtime.options import REPLAN, RunOptions
 from fxpipe.runtime.process.ends import (
     SIGNALS,
@@ -122,11 +122,7 @@ class WorkerProcesses:
         try:
             for own in [names] if adopts else [[name] for name in names]:
                 starter = subprocess.Popen(
-                    [*command, *own],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=[said],
+                    [*command, *own], env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[said]
                 )
                 self._starters.append(starter)
                 guardian.guard(starter.pid)

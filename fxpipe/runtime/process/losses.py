@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.device_copies import ToCpu
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.wires.addresses import LOSS, ProcessLine
 from fxpipe.runtime.wires.one_process import Turns
 from fxpipe.runtime.worker.executor import Executor, MinibatchLoss

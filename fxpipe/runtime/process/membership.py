@@ -33,7 +33,8 @@ from fxpipe.files import Snapshot, digest
 from fxpipe.messages import warn
 from fxpipe.observe.pulse import PULSES, STEP, PostedPulses, Pulse, PulseFile, Pulses, Signs
 from fxpipe.plan.build_folder import model_path
-from fxpipe.plan.spec import MESH, Mesh, Plan
+from fxpipe.plan.mesh import MESH, Mesh
+from fxpipe.plan.plan import Plan
 from fxpipe.precision import precision_flags, precision_text
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, task_of_run, writing

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, RunError
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.training_loop import Limit

@@ -23,7 +23,7 @@ from fxpipe.errors import CheckpointError, FxpipeError, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import Signs
 from fxpipe.observe.run_json import MoveJson
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions

@@ -18,7 +18,7 @@ from pathlib import Path
 from fxpipe.errors import RunError
 from fxpipe.files import remove_abandoned
 from fxpipe.plan.build_folder import ENGINES, PLAN, model_path
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import links_toml

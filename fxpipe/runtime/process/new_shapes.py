@@ -28,7 +28,7 @@ from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.rates import samples_of
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import BufferSpec, Plan
+from fxpipe.plan.plan import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
 from fxpipe.runtime.process.minibatch_notes import several_shapes

@@ -16,7 +16,7 @@ from fxpipe.checkpoint.shard import Shard
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.options import taken
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.check_run import check_evaluation

@@ -19,7 +19,7 @@ from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
 from fxpipe.errors import CheckpointError, FxpipeError, ScheduleError, listed
 from fxpipe.messages import say, warn
 from fxpipe.options import unfit
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import KEPT, PipelineOptions, RunOptions
 from fxpipe.settings import pairs, read, texts

@@ -22,7 +22,7 @@ from fxpipe.observe.run_json import RunJson, WorkerJson
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.optimizer.hurried_scheduler import hurried
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.device import read_throttle
 from fxpipe.policy.accuracy_warnings import warning

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fxpipe.errors import WorkerLost, listed
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import CAUSES, PERIOD, PostedPulses, Pulse, Signs
-from fxpipe.plan.spec import MESH, Mesh
+from fxpipe.plan.mesh import MESH, Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.ends import process_name
 from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint

@@ -27,7 +27,7 @@ from fxpipe.observe.out_folder import PROFILE
 from fxpipe.observe.trace import KINDS
 from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Ranges, Spans, Watch, span_name
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.world import World

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from fxpipe.errors import listed
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.callbacks import CALLBACKS
 from fxpipe.task.model_file import Task

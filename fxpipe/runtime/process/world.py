@@ -13,7 +13,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.observe.pulse import Pulse, Signs, Status
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.planner.device import read_throttle
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fxpipe.plan.spec import EdgeSpec, Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import EdgeSpec, TensorSpec
 from fxpipe.plan.urgency import URGENT
 from fxpipe.policy.demand import Demand
 from fxpipe.task.callbacks import CALLBACKS

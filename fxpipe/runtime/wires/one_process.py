@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause, Ranges
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.random_state import set_torch_state, torch_state
 from fxpipe.runtime.wires.addresses import Way
 from fxpipe.runtime.wires.wired import Waiting

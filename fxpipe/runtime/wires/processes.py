@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import listed
-from fxpipe.plan.spec import MESH, EdgeSpec, Mesh
+from fxpipe.plan.mesh import MESH, Mesh
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.plan.urgency import URGENT
 from fxpipe.runtime.wires.addresses import Channel, Way
 from fxpipe.runtime.wires.exchange import barrier

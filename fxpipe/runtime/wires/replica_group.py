@@ -27,7 +27,7 @@ from torch import Tensor
 from fxpipe.device_copies import mark
 from fxpipe.errors import PeerLost
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.wires.collective import Collective, Key, even_parts, summed
 from fxpipe.runtime.wires.group import group_among, means_lost, peers
 from fxpipe.runtime.wires.nccl_lines import JointLaunch, own_stream

@@ -18,7 +18,8 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.plan.urgency import turn_of
 from fxpipe.runtime.wires.addresses import NOTES, Addresses, Channel, ReplicaSeat, Way, evaluation_edges
 from fxpipe.runtime.wires.transport import Note, Transport

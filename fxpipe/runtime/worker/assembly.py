@@ -11,7 +11,7 @@ from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.engines.attach import engines_of, equip
 from fxpipe.errors import RunError
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.runtime.wires.wired import WiredTransport
 from fxpipe.runtime.worker.executor import Executor

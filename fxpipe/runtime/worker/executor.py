@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import FUNCTIONS, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import FUNCTIONS
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.between_replicas import OneReplica
 from fxpipe.runtime.worker.offload import SavedValues

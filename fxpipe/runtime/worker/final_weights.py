@@ -21,7 +21,8 @@ from fxpipe.messages import warn
 from fxpipe.observe.out_folder import FINAL_WEIGHTS
 from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import Plan, TensorSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import TensorSpec
 from fxpipe.planner.quantity import size
 from fxpipe.runtime.wires.exchange import of_worker_0
 from fxpipe.runtime.wires.group import peers

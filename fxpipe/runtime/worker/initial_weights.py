@@ -32,7 +32,8 @@ from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError, FxpipeError, TaskError, listed
 from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
+from fxpipe.plan.plan import BufferSpec, ParameterSpec, Plan
+from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from fxpipe.checkpoint.shard import Count, Tensors
 from fxpipe.codecs.codec import OUTER, EdgeState
 from fxpipe.codecs.packs import outer_message
-from fxpipe.plan.spec import OuterSpec
+from fxpipe.plan.mesh import OuterSpec
 from fxpipe.runtime.wires.collective import Collective, check_read_alike
 from fxpipe.runtime.worker.gradients import Vector, row_by_row
 from fxpipe.runtime.worker.part import UpdatePart

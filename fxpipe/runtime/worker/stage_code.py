@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan, StepSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, StepSpec
 from fxpipe.random_state import seed_of, seed_torch
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.runtime.worker.setting import WorkerSetting

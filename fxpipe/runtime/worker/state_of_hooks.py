@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.errors import TaskError, listed
-from fxpipe.plan.spec import BufferSpec, Plan
+from fxpipe.plan.plan import BufferSpec, Plan
 from fxpipe.runtime.wires.addresses import HOOKS, HOOKS_CHANGED
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import read_tensors

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.spec import PHASES, Phase, Plan
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.policy.optimizers.predict import Predictor

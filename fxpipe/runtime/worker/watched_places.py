@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
-from fxpipe.plan.spec import Plan, WatchedSpec
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.torch_private import DisableTorchFunction, version_of
 from fxpipe.tracing.holders import Attributes, ClassAttributes, Globals, Holder
 from fxpipe.tracing.hook_state import WHOLE, Hooks, as_tensor, as_written, described, is_followed, value_at, walk_of

@@ -27,7 +27,7 @@ from torch import nn
 import fxpipe
 from fxpipe import Build
 from fxpipe.checkpoint import manifest
-from fxpipe.plan import spec
+from fxpipe.plan import plan
 
 HERE = Path(__file__).parent
 STEPS, SAVED = 16, 9
@@ -75,7 +75,7 @@ def compiled(workers: int, batch: Any) -> Build:
 
 def name() -> str:
     """Of the golden checkpoint that this version makes."""
-    return f"checkpoint-{manifest.FORMAT}-build-{spec.FORMAT}"
+    return f"checkpoint-{manifest.FORMAT}-build-{plan.FORMAT}"
 
 
 def end_of(pipeline: Any) -> dict[str, torch.Tensor]:

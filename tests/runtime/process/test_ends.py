@@ -11,7 +11,7 @@ import pytest
 
 from fxpipe.errors import BatchError, PeerLost, WorkerLost
 from fxpipe.observe.pulse import STEP, Pulse, Signs
-from fxpipe.plan.spec import Mesh
+from fxpipe.plan.mesh import Mesh
 from fxpipe.runtime.process.ends import first_cause, forget_memory, is_explained, leave_error
 from fxpipe.runtime.wires.board import Board, DictBoard
 

@@ -23,7 +23,7 @@ from fxpipe.builds.build import load
 from fxpipe.errors import FxpipeError, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import ModelFileSpec
+from fxpipe.plan.user_files import ModelFileSpec
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions

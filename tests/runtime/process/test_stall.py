@@ -15,7 +15,7 @@ from started_runs import started_run
 
 from fxpipe.observe.pulse import STEP, PostedPulses, Pulse, Signs
 from fxpipe.observe.watch import Cause, Watch
-from fxpipe.plan.spec import Mesh
+from fxpipe.plan.mesh import Mesh
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.stall import StallWatch, Standstill, WatchingWorker
 from fxpipe.runtime.wires.board import StoreBoard

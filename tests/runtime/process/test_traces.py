@@ -18,7 +18,7 @@ from fxpipe.observe.trace.reader import Trace, read_trace
 from fxpipe.observe.trace.writer import partial
 from fxpipe.observe.watch import Spans, _OpenSpan
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.plan import Plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch

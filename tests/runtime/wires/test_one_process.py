@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import Mesh
+from fxpipe.plan.mesh import Mesh
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.addresses import Addresses, ProcessLine
