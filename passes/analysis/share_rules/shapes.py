@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fxpipe.ir.program import value
@@ -21,31 +22,34 @@ from fxpipe.passes.analysis.share_rules.call import (
 from fxpipe.passes.analysis.whole_call import whole_shape
 
 
-def _view(call: OperatorCall) -> Known:
-    source = call.tensors[0]
-    share: Known = call.known(source)
-    if not isinstance(share, Rows):
-        return share
+def _of_rows(rule: Callable[[OperatorCall, Rows], Any]) -> Rule:
+    """The rule of calls whose first tensor has rows of the batch; what else it is stays so."""
+
+    def whole_rule(call: OperatorCall) -> Any:
+        share = call.known(call.tensors[0])
+        return rule(call, share) if isinstance(share, Rows) else share
+
+    return whole_rule
+
+
+@_of_rows
+def _view(call: OperatorCall, share: Rows) -> Known:
     groups = whole_shape(call.node) is not None
-    rows = after_view(share, call.shape(source), call.shape(), call.facts.batch, call.may_be, groups=groups)
+    rows = after_view(share, call.shape(call.tensors[0]), call.shape(), call.facts.batch, call.may_be, groups=groups)
     return rows or call.lost("divides the batch over several dimensions")
 
 
-def _expand(call: OperatorCall) -> Known:
-    source = call.tensors[0]
-    share: Known = call.known(source)
-    if not isinstance(share, Rows):
-        return share
-    dim = share.dim + len(call.shape()) - len(call.shape(source))
-    if call.shape()[dim] != call.shape(source)[share.dim]:
+@_of_rows
+def _expand(call: OperatorCall, share: Rows) -> Known:
+    before, after = call.shape(call.tensors[0]), call.shape()
+    dim = share.dim + len(after) - len(before)
+    if after[dim] != before[share.dim]:
         return call.lost("repeats the samples")
     return Rows(dim, share.outer)
 
 
-def _moved(call: OperatorCall) -> Known:
-    share: Known = call.known(call.tensors[0])
-    if not isinstance(share, Rows):
-        return share
+@_of_rows
+def _moved(call: OperatorCall, share: Rows) -> Known:
     at = new_places(call)[share.dim]
     if at is not None:
         return Rows(at, share.outer)
@@ -53,14 +57,13 @@ def _moved(call: OperatorCall) -> Known:
     return call.lost(one if call.name == "squeeze" else "takes one sample of the batch")
 
 
-def _slice(call: OperatorCall) -> Known:
-    source = call.tensors[0]
-    share: Known = call.known(source)
-    dim = call.get("dim") % len(call.shape(source))
-    if not isinstance(share, Rows) or dim != share.dim:
+@_of_rows
+def _slice(call: OperatorCall, share: Rows) -> Known:
+    shape = call.shape(call.tensors[0])
+    if call.get("dim") % len(shape) != share.dim:
         return share
-    begin, end, _ = slice(call.get("start"), call.get("end")).indices(call.shape(source)[dim])
-    blocks = _blocks(call, begin, end) if call.get("step") == 1 else None
+    begin, end, _ = slice(call.get("start"), call.get("end")).indices(shape[share.dim])
+    blocks = _blocks(shape, share, begin, end) if call.get("step") == 1 else None
     return blocks or call.lost("takes some samples of the batch")
 
 
@@ -76,24 +79,21 @@ def _index_select(call: OperatorCall) -> Known:
     return share if call.whole(index) else call.lost("reads by a sum over the batch")
 
 
-def _split(call: OperatorCall) -> Any:
+@_of_rows
+def _split(call: OperatorCall, share: Rows) -> Any:
     """Pieces of each sample, or the blocks of samples that were put together."""
-    source = call.tensors[0]
-    share: Known = call.known(source)
-    dim = call.get("dim") % len(call.shape(source))
-    if not isinstance(share, Rows) or dim != share.dim:
+    shape = call.shape(call.tensors[0])
+    if call.get("dim") % len(shape) != share.dim:
         return share
-    sizes = [piece.shape[dim] for piece in value(call.node)]
+    sizes = [piece.shape[share.dim] for piece in value(call.node)]
     ends = itertools.accumulate(sizes)
-    blocks = [_blocks(call, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    blocks = [_blocks(shape, share, end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return tuple(blocks) if all(blocks) else call.lost("divides the batch")
 
 
-def _blocks(call: OperatorCall, begin: int, end: int) -> Rows | None:
+def _blocks(shape: Sequence[int], share: Rows, begin: int, end: int) -> Rows | None:
     """Some places along the batch: again rows of all samples, if they are whole blocks, such as one of two views."""
-    source = call.tensors[0]
-    share = call.known(source)
-    size = call.shape(source)[share.dim] // share.outer
+    size = shape[share.dim] // share.outer
     return Rows(share.dim, (end - begin) // size) if begin < end and begin % size == end % size == 0 else None
 
 
@@ -128,10 +128,8 @@ def _joined(call: OperatorCall) -> Known:
     return shares.pop() if len(shares) == 1 else without_rows(call) or call.lost("joins a sum over the batch to others")
 
 
-def _repeat(call: OperatorCall) -> Known:
-    share: Known = call.known(call.tensors[0])
-    if not isinstance(share, Rows):
-        return share
+@_of_rows
+def _repeat(call: OperatorCall, share: Rows) -> Known:
     repeats, count = call.get("repeats"), len(call.shape(call.tensors[0]))
     dim = share.dim + len(repeats) - count
     return Rows(dim, share.outer * repeats[dim])
@@ -160,11 +158,9 @@ def _as_strided(call: OperatorCall) -> Known:
     return unknown(call)
 
 
-def _last_two(call: OperatorCall) -> Known:
-    share: Known = call.known(call.tensors[0])
-    if isinstance(share, Rows) and share.dim >= len(call.shape()) - 2:
-        return call.lost("works along the batch")
-    return share
+@_of_rows
+def _last_two(call: OperatorCall, share: Rows) -> Known:
+    return call.lost("works along the batch") if share.dim >= len(call.shape()) - 2 else share
 
 
 def _scatter(call: OperatorCall) -> Known:
