@@ -25,7 +25,7 @@ from fxpipe.tracing.held_tensors import NO_TENSORS, HeldTensors
 from fxpipe.tracing.hook_state import NO_HOOKS, Hooks
 from fxpipe.tracing.joint import Reader, Traced
 from fxpipe.tracing.lasting_state import noteworthy
-from fxpipe.tracing.refusals import evaluated
+from fxpipe.tracing.step_metrics import check_metric
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _evaluation(
         held, (user_batch, known_values) = args[:count], example.with_tensors(args[count:])
         with tensors.replaced(held), torch.no_grad():
             with origin.recording(model, watch, args, tensors.stand_ins, known_values, example.reads):
-                values = evaluated(metrics(model, user_batch), place, gathers)
+                values = _checked(metrics(model, user_batch), place, gathers)
             new = tensors.rebound()
         replaced[:], lost[:] = by_type(new, tensors.inputs)
         results.clear()
@@ -117,6 +117,23 @@ def _evaluation(
     constants = {name: float(v) for name, v in results.items() if name not in computed}
     tensors_of_all = {name: tensor_spec(results[name]) for name in computed if gathers and results[name].dim()}
     return CapturedEvaluation(program, tuple(results), constants, tensors_of_all)
+
+
+def _checked(metrics: Any, where: str | None, gathers: bool) -> dict[str, Any]:
+    """What an evaluation returns, checked: a dictionary with a tensor, of tensors of one element and numbers by name.
+
+    Where it `gathers`, tensors may have dimensions.
+    """
+    if not isinstance(metrics, Mapping):
+        kind = "a tensor" if isinstance(metrics, Tensor) else f"a {type(metrics).__name__}"
+        raise CaptureError(f"metrics(model, batch) returned {kind}, not a dictionary of scalars", where=where)
+    for name, metric in metrics.items():
+        check_metric("metrics(model, batch)", name, metric, where, gathers)
+    if not any(isinstance(value, Tensor) for value in metrics.values()):
+        raise CaptureError(
+            "metrics(model, batch) returned no tensor", where=where, hint="return what is computed as tensors"
+        )
+    return dict(metrics)
 
 
 @contextmanager

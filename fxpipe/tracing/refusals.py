@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from fxpipe.tracing import origin
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.recurrent import Layer
 from fxpipe.tracing.step_calls import is_outside
-from fxpipe.tracing.step_metrics import check_metric
 
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__")
 """Calls that turn a tensor into a number; a branch calls bool(), for which torch calls the first."""
@@ -334,20 +333,3 @@ def scalar(loss: Any, where: str | None) -> torch.Tensor:
             hint="look for .detach(), torch.no_grad() or .item() on the way to the loss",
         )
     return loss
-
-
-def evaluated(metrics: Any, where: str | None, gathers: bool) -> dict[str, Any]:
-    """What an evaluation returns, checked: a dictionary with a tensor, of tensors of one element and numbers by name.
-
-    Where it `gathers`, tensors may have dimensions.
-    """
-    if not isinstance(metrics, Mapping):
-        kind = "a tensor" if isinstance(metrics, torch.Tensor) else f"a {type(metrics).__name__}"
-        raise CaptureError(f"metrics(model, batch) returned {kind}, not a dictionary of scalars", where=where)
-    for name, value in metrics.items():
-        check_metric("metrics(model, batch)", name, value, where, gathers)
-    if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
-        raise CaptureError(
-            "metrics(model, batch) returned no tensor", where=where, hint="return what is computed as tensors"
-        )
-    return dict(metrics)

@@ -107,9 +107,7 @@ def _standing_in(generator: torch.Generator, thread: _TracingThread) -> torch.Ge
     return type("Generator", (torch.Generator,), {**methods, "get_state": staticmethod(generator.get_state)})()
 
 
-def _refusing(
-    passes: Callable[[Any], bool], text: str, cure: str
-) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+def _refusing(passes: Callable[[Any], bool], text: str, cure: str) -> Refuse:
     """Refuses a method of all objects but those that pass."""
 
     def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ from fxpipe.onnx.convert import quiet
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
+aten = torch.ops.aten
+
 BATCH = "batch"  # the open dimension's name
 
 
@@ -199,9 +201,6 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-aten = torch.ops.aten
 
 
 def is_size(node: fx.Node) -> bool:
