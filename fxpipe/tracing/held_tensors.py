@@ -174,8 +174,8 @@ class HeldTensors:
         It computes with casts of the rows in `cast`.
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
-        self._given = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(tensors)]
-        self.stand_ins = {key: self._stand_in(tensor, self._given[row]) for key, (tensor, row) in self._row_of.items()}
+        self._traced = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(tensors)]
+        self.stand_ins = {key: self._stand_in(tensor, self._traced[row]) for key, (tensor, row) in self._row_of.items()}
         attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
         filled: set[int] = set()
         try:
@@ -221,7 +221,7 @@ class HeldTensors:
                     hint="remove it; to change gradients use register_hook, to change weights the optimizer",
                 )
             for call in (backward_hooks(parameter) or {}).values():
-                self._given[i].register_hook(call)
+                self._traced[i].register_hook(call)
 
     def rebound(self) -> dict[int, Any]:
         """Inside `replaced`: by row, what the step has put in place of a buffer or a plain attribute.
@@ -230,7 +230,7 @@ class HeldTensors:
             CaptureError: it replaced a parameter, or one of several names of a buffer; or it changed a cast.
         """
         for row in self.cast:
-            if version_of(self._given[row]):
+            if version_of(self._traced[row]):
                 raise changed_in_place(self.names[row][0], None)
         new_values: dict[int, Any] = {}
         unchanged: set[int] = set()
