@@ -31,11 +31,7 @@ class CostOptions:
     speed: str | None = option(
         None, metavar="LIST", help="Relative speed of each worker, such as 1,1,0.5. [default: all 1]"
     )
-    memory: str | None = option(
-        None,
-        metavar="LIST",
-        help="Memory of each worker, as 80GiB or 80GiB,40GiB.",
-    )
+    memory: str | None = option(None, metavar="LIST", help="Memory of each worker, as 80GiB or 80GiB,40GiB.")
 
     @staticmethod
     def of(options: dict[str, Any]) -> CostOptions:
@@ -91,11 +87,7 @@ class CostOptions:
 
 
 def _each(
-    text: str | None,
-    option: str,
-    read: Callable[[str], float],
-    default: float,
-    workers: int,
+    text: str | None, option: str, read: Callable[[str], float], default: float, workers: int
 ) -> tuple[float, ...]:
     """A value for each worker, from the option or the default; one value of memory applies to all workers."""
     if text is None:

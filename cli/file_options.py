@@ -21,7 +21,8 @@ from click.core import ParameterSource
 from fxpipe.cli.command import TYPED, Command
 from fxpipe.cli.output import note
 from fxpipe.errors import FxpipeError, TaskError, near
-from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
+from fxpipe.lowering.option_rules import not_synchronous
+from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.options import flags
 from fxpipe.plan.user_files import ModelFileSpec
 from fxpipe.schedule import SCHEDULES, OneFOneB, kind_of

@@ -28,10 +28,7 @@ class InspectOptions:
 
     stage: int | None = option(None, minimum=0, metavar="K", help="Print the code of stage K.")
     schedule: str | None = option(
-        None,
-        kind=schedule_text,
-        metavar="NAME|FILE.csv",
-        help="Show which weights every action sees with this policy.",
+        None, kind=schedule_text, metavar="NAME|FILE.csv", help="Show which weights every action sees with this policy."
     )
     policy: str | None = None
     depth: int | None = option(None, minimum=0, metavar="D", help="Show every module down to this depth.")

@@ -15,6 +15,7 @@ from fxpipe.inspection.table import Json
 from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
 from fxpipe.lowering.choose_schedule import Comparison, Say, counts_of, for_count
 from fxpipe.lowering.model_profile import profile_model
+from fxpipe.lowering.option_rules import setting_of
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.step_costs import SharedCosts
 from fxpipe.plan.cost_records import OptimizerCosts
@@ -97,7 +98,7 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
         CutError: nothing fits into memory.
     """
     counted = replace(options, microbatches=subject.microbatches)
-    setting = counted.setting(subject.device, subject.optimizer)
+    setting = setting_of(counted, subject.device, subject.optimizer)
     timed: dict[str, TimedPartition] = {}
     codecs = options.encoding
     for encoding in (PLAIN, *codecs.candidates) if codecs.auto else (codecs,):
@@ -180,7 +181,7 @@ def plan_replicas(
     counted = replace(options, microbatches=subject.microbatches)
     encoding = PLAIN if options.encoding.auto else options.encoding
     setting = replace(
-        counted.setting(subject.device, subject.optimizer),
+        setting_of(counted, subject.device, subject.optimizer),
         ratios=ratios_of(encoding),
         machines=machines,
         evenly=microbatches is None,

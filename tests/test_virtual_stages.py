@@ -108,6 +108,7 @@ def test_a_plan_with_a_wrong_placement_is_refused() -> None:
 
 def test_the_planner_shares_what_a_process_has() -> None:
     """Two workers of a process share its memory, half of it by what they hold, and have its links and its speed."""
+    from fxpipe.lowering.option_rules import setting_of
     from fxpipe.lowering.options import CompileOptions
     from fxpipe.planner.links import Links
 
@@ -119,7 +120,7 @@ def test_the_planner_shares_what_a_process_has() -> None:
         speeds=(1.0, 0.5),
         links=Links(((9.0, 1.0), (2.0, 9.0)), 0.25, 0.0),
     )
-    workers = options.setting().workers(options.stages)
+    workers = setting_of(options).workers(options.stages)
     assert workers.in_flight == (3, 2, 2, 1)
     assert workers.memory == pytest.approx((62.5, 30, 30, 37.5))
     assert workers.speeds == (1, 0.5, 0.5, 1)

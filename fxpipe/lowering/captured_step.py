@@ -11,6 +11,7 @@ from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.first_of_each import first_of_each, fits
 from fxpipe.lowering.minibatch_loss import WholeStep, capture_microbatch, checked_loss
+from fxpipe.lowering.option_rules import check
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import CapturedShape, capture_shape, constants_of, further_shapes, left_out, refuse_changing
 from fxpipe.passes.whole_loss import WholeLoss
@@ -213,7 +214,7 @@ def uncompared_step(
     Args:
         whole: as for `capture_microbatch`.
     """
-    options.check()
+    check(options)
     _check_shares(batch, options)
     return CapturedStep(capture_microbatch(model, loss, batch, options, whole), options.whole_loss(), (), options)
 

@@ -15,6 +15,7 @@ from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
 from fxpipe.lowering.choose_cuts import choose_cuts
 from fxpipe.lowering.minibatch_loss import WholeStep
 from fxpipe.lowering.model_profile import StepProfile, profile_model
+from fxpipe.lowering.option_rules import setting_of
 from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.step_costs import SharedCosts, StepCosts
 from fxpipe.plan.cost_records import ScheduleForecast
@@ -146,7 +147,7 @@ class Comparison:
             self._errors[count] = error
             return None
         ratios = ratios_of(PLAIN if self.options.encoding.auto else self.options.encoding)
-        setting = replace(for_count(self.options, count).setting(read.device, read.optimizer), ratios=ratios)
+        setting = replace(setting_of(for_count(self.options, count), read.device, read.optimizer), ratios=ratios)
         self._usable[count] = Sized(setting, read.whole, read.separate, read.samples, self.fixed(count))
         return self._usable[count]
 
@@ -193,7 +194,7 @@ class _OfModel(Comparison):
         profile, options = self.profiles[count], self.profiles[count].step.options
         if options.planned:
             return None
-        setting = options.setting(profile.program.device)
+        setting = setting_of(options, profile.program.device)
         return choose_cuts(profile.program, profile.input.whole, options, setting).cuts
 
     def take(self, best: Setting, say: Say) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.builds.build import Build
+from fxpipe.lowering.option_rules import outer_spec
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import peak_bytes
@@ -14,7 +15,7 @@ from fxpipe.task.batch import Batch
 
 def with_replicas(build: Build, options: CompileOptions) -> Build:
     """The build of all replicas from the pipeline of one; unchanged if they add up their gradients."""
-    outer = options.outer_spec
+    outer = outer_spec(options)
     if outer is None:
         return build
     one = build.plan

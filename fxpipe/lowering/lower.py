@@ -24,10 +24,11 @@ from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations, with_totals
 from fxpipe.lowering.independent_replicas import with_replicas
 from fxpipe.lowering.lowering import Lowering
+from fxpipe.lowering.option_rules import check, setting_of
 from fxpipe.lowering.options import AUTO, DEFAULTS, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
 from fxpipe.lowering.shapes import CapturedShape, left_out, with_shape
-from fxpipe.lowering.step_costs import has_no_values, step_costs
+from fxpipe.lowering.step_costs import has_no_values, step_costs, tried
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed, taken
 from fxpipe.passes.reduce import Reduce
@@ -185,7 +186,7 @@ def lower(
             "schedule 'auto' chooses the number of microbatches, but this program was captured with one",
             hint="name the schedule, or give the model to fxpipe.compile, which captures",
         )
-    options.check()
+    check(options)
     check_loss_scaling(options.kind, program.autocast)
     if program.autocast == FLOAT16:
         options.encoding.check_scaled()
@@ -195,7 +196,8 @@ def lower(
             hint="give pad and pad_to to fxpipe.compile, which captures",
         )
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
-    reduce = reduce or options.reduce
+    if reduce is None and options.processes > options.workers and options.outer is None:
+        reduce = Reduce(options.replicas or (options.dp,) * options.stages, sharded=options.shard is not None)
     if reduce is not None:
         equal = len(set(reduce.replicas)) == 1
         options = replace(options, dp=reduce.replicas[0] if equal else 1, replicas=() if equal else reduce.replicas)
@@ -207,7 +209,7 @@ def lower(
     work = step_work(step.program)
     costs = step_costs(step.program, options) if chosen is None else chosen.costs
     step = step.through([costs.of_nodes])
-    setting = options.setting(program.device, costs.optimizer)
+    setting = setting_of(options, program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     known = {} if chosen is None else chosen.known
     program, build = emit_encoded(Emitter(step, costs, setting, times, known, reduce))
@@ -246,7 +248,7 @@ def _check_values(program: Program, options: CompileOptions) -> None:
 def _with_optimizer(build: Build, options: CompileOptions) -> Build:
     """The build for the optimizer that will train it, now that each parameter has an owner."""
     accepted = options.accept_optimizer_per_worker
-    with options.tried():
+    with tried(options):
         found = check_per_worker(build.plan, options.optimizer, options.lr_scheduler, accepted=accepted)
     return build if found is None else replace(build, warnings=(*build.warnings, found))
 

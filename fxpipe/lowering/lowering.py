@@ -80,7 +80,7 @@ class Lowering:
 
     def wired(self, cuts: Cuts, recompute: Recompute | None = None, along: Graph | None = None) -> Lowering:
         """Of a program with costs: each node has its worker, and each value that crosses its edge."""
-        return self.through(wiring_passes(cuts, self.options.weights_apart, self.shape, recompute, along))
+        return self.through(wiring_passes(cuts, self.options.kind.weights_apart, self.shape, recompute, along))
 
     def emitted(self, encode: Encode | None = None, reduce: Reduce | None = None) -> Lowering:
         """Of a program with edges: it has its files.

@@ -17,6 +17,7 @@ from fxpipe.lowering.compare_with_eager import BothSteps
 from fxpipe.lowering.evaluation import with_totals
 from fxpipe.lowering.lowering import Lowering
 from fxpipe.lowering.make_plan import make_plan
+from fxpipe.lowering.option_rules import setting_of
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.own_rounding import rounding_text
 from fxpipe.lowering.steady_randomness import SteadyRandomness
@@ -214,7 +215,7 @@ def _for_one_worker(program: Program, microbatches: int, whole_loss: WholeLoss |
     program = step.wired(Cuts(units, units)).emitted().program
     held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     build = Build(
-        plan=make_plan(program, options.setting(program.device)),
+        plan=make_plan(program, setting_of(options, program.device)),
         files=program.files,
         tensors={row.names[0]: program.values[row.node].detach() for row in held},
         warnings=program.warnings,

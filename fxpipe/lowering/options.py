@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
-from fxpipe.errors import CutError, FxpipeError, ScheduleError
+from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.options import check, flags, option, optional
-from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.plan.mesh import OuterSpec
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.spec import PadSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
-from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
-from fxpipe.planner.setting import Setting
+from fxpipe.planner.links import Links
 from fxpipe.planner.workers import Recomputation
-from fxpipe.policy import default_for, policy_option
-from fxpipe.policy import make as make_policy
-from fxpipe.policy.recipe import check_shares
+from fxpipe.policy import policy_option
 from fxpipe.schedule import Schedule, kind_of, of_text, schedule_text, with_replicas
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.base import FLOAT16, check_loss_scaling
 from fxpipe.schedule.csv_rows import NAME, EndlessRows, RowsOfText
 from fxpipe.threads import threads_for
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
-    from fxpipe.passes.reduce import Reduce
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.task.batch import Batch
     from fxpipe.task.model_file import Task
@@ -48,13 +41,6 @@ OUTER = "diloco"
 OUTER_OPTIONS = tuple(flags(OuterSpec))
 """Each is an option `outer_…`."""
 
-DILOCO = OuterSpec()
-"""The outer steps of Douillard et al. 2023 (arXiv 2311.08105), which step after 500 updates, not 64."""
-
-SPARSELOCO = OuterSpec(lr=1.0, momentum=0.0)
-"""The outer steps of Sarfi et al. 2025 (arXiv 2508.15706), for codecs that carry over: their memory takes the place of
-momentum."""
-
 SCANNED = 8
 """How many batches are read for their shapes by default."""
 
@@ -66,15 +52,6 @@ ShardMode = Literal["optimizer"]
 def compile_schedule(text: str) -> str:
     """As `schedule_text`; or 'auto'."""
     return AUTO if text == AUTO else schedule_text(text)
-
-
-def not_synchronous(schedule: str) -> ScheduleError:
-    """The error for a schedule that `synchronous` does not allow."""
-    return ScheduleError(
-        f"schedule '{schedule}' is not synchronous: its forwards miss updates, so it does not train exactly as "
-        "one worker would",
-        hint="leave out the schedule, for the fastest synchronous one, or leave out --synchronous",
-    )
 
 
 def options_like(plan: Plan) -> dict[str, Any]:
@@ -105,9 +82,10 @@ def _dims(text: str) -> dict[str, int | None]:
     return found
 
 
-def _replicas(text: str) -> tuple[int, ...]:
-    """`2,1,1` as numbers."""
-    parts = [part.strip() for part in text.split(",")]
+def _replicas(numbers: str | tuple[int, ...]) -> tuple[int, ...]:
+    """The number of each worker's replicas, also from a text: `2,1,1`."""
+    text = numbers if isinstance(numbers, str) else ",".join(map(str, numbers))
+    parts = [part.strip() for part in text.split(",")] if numbers != () else []
     if not all(len(part) < 9 and part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts):
         raise FxpipeError(f"{text!r} is not a number of processes for each worker", hint="such as 2,1,1")
     return tuple(map(int, parts))
@@ -115,11 +93,10 @@ def _replicas(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """The options of a compile; the fields with flags are options of `fxpipe compile`, too.
+    """The options of a compile; `fxpipe compile --help-all` explains those with flags that are not listed here.
 
     Attributes:
         workers: how many processes a run has, each with a device. Each runs one worker, which has one stage.
-        virtual: how many workers each process runs in turn, each with its own stage. None: as the schedule needs.
         dp: how many replicas each worker has: processes with the same stage and the same weights, which share each
             minibatch's microbatches and add up their gradients.
         outer: 'diloco' lets replicas train independently, each on its share of every minibatch, and combines their
@@ -127,8 +104,6 @@ class CompileOptions:
         outer_every, outer_lr, outer_momentum, outer_delay: see `OuterSpec`; None takes `DILOCO`'s or `SPARSELOCO`'s.
         replicas: the number of replicas for each worker, in place of `dp`; they share all microbatches. Only with a
             schedule that has one worker in each process and does not separate weight gradients.
-        shard: 'optimizer': each replica of a worker keeps the optimizer's state for its own share of the worker's
-            parameters, and updates only these; then the replicas exchange the new weights.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (separate cuts for weight gradients, too), or 'auto': bidirectional if they gain more than 2%. 'given': the
             marks of the step itself, for torch's pipeline (`pipe_split()`, `annotate_split_points`), which 'auto'
@@ -141,7 +116,6 @@ class CompileOptions:
             (`….csv`), or the text of one. 'auto' chooses the fastest, with its number of microbatches and its cuts.
         synchronous: train exactly as one worker would: only schedules with a flush are allowed. `compile(…,
             synchronous=True)` without a schedule takes the fastest of them.
-        policy: None takes `fxpipe.policy.default_for`.
         microbatches: how many microbatches a minibatch has, or with `dp` each replica's share; the step is captured on
             one of them. None: a divisor of the batch near the number of workers, which is 1 for async with two workers;
             1 for async, too, if microbatches would change the loss.
@@ -150,8 +124,7 @@ class CompileOptions:
             names, `batch[0]`. By default found from how the step uses the leaves.
         constant_batch: tensors of the batch whose values the step reads as numbers, shapes and branches: by their
             names, `batch['grid']`, or their keys. They become constants of the build, the same in every batch.
-        scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own,
-            as a DataLoader's last, smaller batch does; in Python, `compile(..., shapes=…)`.
+        scan: for a model file's data; in Python, `compile(..., shapes=…)`.
         pad: the values that are appended to leaves of every batch, by their names or keys, as `{"input_ids": 0,
             "labels": -100}`: along dimension 1, or `(value, dimension)`; or a function that returns that for a batch.
             Set in a model file; only with `pad_to`.
@@ -159,7 +132,6 @@ class CompileOptions:
             compared with the loss without padding.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
-        accept_microbatch_loss: compile even if the microbatches give another loss than the whole batch.
         codec: what compresses values on links: 'none', a codec's name, 'auto' for int8 on only the edges whose links
             the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'. Outer steps have
             the kind 'outer'.
@@ -168,8 +140,6 @@ class CompileOptions:
         params: 'bf16' computes as `model.to(torch.bfloat16)` would, but for batch and instance norms, which keep
             float32. What is trained, sums of its gradients and the optimizer are in float32. No effect on a program
             that is already captured.
-        threads: CPU threads while measuring.
-        backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
         cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
         split_backward: split operators that make input and weight gradients in one call into two calls, so that cuts of
             weight gradients can separate them; three-way planning always does so.
@@ -350,6 +320,7 @@ class CompileOptions:
         if self.replicas is None:  # as on the command line
             object.__setattr__(self, "replicas", ())
         check(self)
+        _replicas(self.replicas)
 
     @property
     def encoding(self) -> Encoding:
@@ -377,38 +348,6 @@ class CompileOptions:
         """How many replicas share a minibatch and its loss: one if they train independently."""
         return self.dp if self.outer is None else 1
 
-    @property
-    def outer_spec(self) -> OuterSpec | None:
-        """How replicas that train independently combine their weights; None if they add up gradients.
-
-        Raises:
-            CutError: there are no replicas; or an option of outer steps is given without outer steps.
-        """
-        asked = {name: getattr(self, f"outer_{name}") for name in OUTER_OPTIONS}
-        given = {name: number for name, number in asked.items() if number is not None}
-        encoding = self.encoding
-        sent = encoding.of_outer
-        if self.outer is None:
-            if given:
-                raise CutError(f"outer_{min(given)} is given without --outer", hint=f"--outer {OUTER}")
-            if sent:
-                what = f"--codec {self.codec} is for outer steps, and there is no --outer"
-                raise CutError(what, hint=f"fxpipe compile with --outer {OUTER}; fxpipe plan has no outer steps")
-            return None
-        if self.dp == 1:
-            what = "and there is one" if not self.replicas else "the same number for each worker"
-            raise CutError(f"outer steps need replicas, {what}", hint="--dp R with R above 1")
-        if self.shard is not None:
-            raise CutError(
-                f"--outer and --shard {self.shard}: independent replicas do not shard", hint="leave out one of them"
-            )
-        if self.kind.late:
-            raise CutError(
-                f"--outer and schedule '{self.schedule}': independent replicas have no sums that could be late",
-                hint="--schedule async",
-            )
-        return replace(SPARSELOCO if encoding.carries_over(sent) else DILOCO, codec=sent, **given)
-
     def cut(self, batch: Batch) -> Batch:
         """A batch, cut along the given dimensions; errors as `Batch.along`."""
         return batch if self.microbatch_dims is None else batch.along(self.microbatch_dims)
@@ -429,24 +368,14 @@ class CompileOptions:
         return WholeLoss(count, weighted=self.loss_weight is not None, accepted=self.accept_microbatch_loss)
 
     @property
-    def reduce(self) -> Reduce | None:
-        """The pass that puts gradients into buckets for replicas; None if they add up none."""
-        from fxpipe.passes.reduce import Reduce
-
-        if self.processes == self.workers or self.outer is not None:
-            return None
-        return Reduce(self.replicas or (self.dp,) * self.stages, sharded=self.shard is not None)
-
-    @property
     def processes(self) -> int:
         """How many processes a run has."""
         return sum(self.replicas) or self.workers * self.dp
 
     def takes_marks(self, count: int) -> bool:
         """Whether the cuts are where the step itself marks so many: asked for, or as many as boundaries."""
-        return (
-            count > 0 and count == self.stages - 1 and (self.cuts == "given" or (self.planned and self.cuts == "auto"))
-        )
+        wanted = self.cuts == "given" or (self.planned and self.cuts == "auto")
+        return wanted and 0 < count == self.stages - 1
 
     @property
     def planned(self) -> bool:
@@ -456,18 +385,13 @@ class CompileOptions:
     @property
     def splits_backward(self) -> bool:
         """Whether operators that make input and weight gradients in one call are split into two."""
-        return self.split_backward or self.weights_apart or (self.planned and self.cuts == "three-way")
+        return self.split_backward or self.kind.weights_apart or (self.planned and self.cuts == "three-way")
 
     @property
     def recomputes(self) -> bool:
         """Whether backwards may compute forward values again to save memory."""
         limited = any(math.isfinite(memory) for memory in self.memory)
         return self.recompute == "full" or (self.recompute == "auto" and limited)
-
-    @property
-    def weights_apart(self) -> bool:
-        """Whether the schedule needs weight gradients in a separate function of each stage."""
-        return self.kind.weights_apart
 
     @property
     def from_file(self) -> RowsOfText | EndlessRows | None:
@@ -569,116 +493,6 @@ class CompileOptions:
             lr_scheduler=self.lr_scheduler or task.hooks.lr_scheduler,
             hooks=task.hooks.of_run,
             threads=threads,
-        )
-
-    def tried(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer and its scheduler are tried; afterwards what they reach is as before."""
-        from fxpipe.task.hooks import OF_OPTIMIZERS  # loads torch, which `fxpipe compile --help` does not
-        from fxpipe.tracing.hook_state import undone
-
-        return undone({name: hook for name, hook in self.hooks.items() if name in OF_OPTIMIZERS})
-
-    def check(self) -> None:
-        """Refuse what makes no sense for any model.
-
-        Raises:
-            CutError: cuts that are both chosen and given.
-            ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
-        """
-        if (self.forward_at or self.backward_at) and self.cuts != "auto":
-            raise CutError(
-                "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
-            )
-        self._check_replicas()
-        if self.synchronous and not self.kind.synchronous:
-            raise not_synchronous(self.schedule)
-        check_loss_scaling(self.kind, self.autocast)
-        if self.params and self.autocast:
-            raise CutError(
-                f"--params {self.params} and --autocast {self.autocast}: each says in which type the step computes",
-                hint="leave out one of them",
-            )
-        _ = self.outer_spec
-        self._check_shard()
-        self.setting()
-        encoding = self.encoding
-        if self.autocast == FLOAT16:
-            encoding.check_scaled()
-
-    def _check_replicas(self) -> None:
-        """Refuse impossible numbers of replicas, or two ways of giving them.
-
-        Raises:
-            CutError: with what to give instead.
-        """
-        if not self.replicas:
-            return
-        numbers = ",".join(map(str, self.replicas))
-        if not all(isinstance(count, int) and 1 <= count <= MOST_WORKERS for count in self.replicas):
-            raise CutError(f"{numbers} are not numbers of replicas", hint="one for each worker, such as 2,1,1")
-        if self.dp > 1:
-            raise CutError(
-                f"all workers have {self.dp} replicas, or each has its own number ({numbers}), not both",
-                hint="--dp or --replicas",
-            )
-        if len(self.replicas) != self.workers:
-            raise CutError(
-                f"{numbers} are the replicas of {len(self.replicas)} workers, there are {self.workers}",
-                hint=f"-n {len(self.replicas)}",
-            )
-        if len(set(self.replicas)) == 1:
-            raise CutError(
-                f"all workers have {self.replicas[0]} replicas", hint=f"--dp {self.replicas[0]} instead of --replicas"
-            )
-
-    def _check_shard(self) -> None:
-        if self.shard is None:
-            return
-        if self.replicas:
-            numbers = ",".join(map(str, self.replicas))
-            raise CutError(
-                f"--shard {self.shard} is for workers with equal numbers of replicas, not {numbers}",
-                hint="--dp R instead of --replicas, or leave --shard out",
-            )
-        if self.dp == 1:
-            raise CutError(
-                f"--shard {self.shard} divides the optimizer's state among a worker's replicas, but each has one",
-                hint="add --dp R, or leave --shard out",
-            )
-        if self.autocast == FLOAT16:
-            raise CutError(
-                f"--shard {self.shard} and --autocast fp16: a replica sees only its own gradients, not whether "
-                "those of others overflow",
-                hint="compile with --autocast bf16, which needs no loss scale, or leave --shard out",
-            )
-
-    def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
-        """The planner's setting.
-
-        Args:
-            device: 'cpu' or 'cuda'; decides which links are usual.
-            optimizer: its costs, and whether it has momentum (see `default_for`).
-
-        Raises:
-            ScheduleError, PolicyError: as `check`.
-        """
-        schedule = self.made_schedule
-        policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))
-        policy.check(schedule)
-        if self.shard is not None:
-            check_shares(policy)
-        return Setting(
-            *(schedule.name, str(policy), tuple(self.speeds), tuple(self.memory)),
-            links=self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK),
-            microbatches=schedule.microbatches,
-            optimizer_bytes=optimizer.state_bytes / (1 if self.shard is None else self.dp),
-            outer_bytes=0.0 if (outer := self.outer_spec) is None else outer.kept,
-            policy_times=optimizer.policy,
-            placement=schedule.placement if schedule.several else (),
-            rows=() if (written := self.from_file) is None else written.lines,
-            recompute=self.recompute,
-            dp=self.joint,
-            replicas=self.replicas,
         )
 
 

@@ -110,11 +110,7 @@ def _needs_more(error: CaptureError, batch: Batch, after: Batch, padding: Sequen
 
 
 def evaluation_doubts(
-    model: nn.Module,
-    metrics: Metrics,
-    batches: Iterable[Batch],
-    padding: Sequence[PadSpec],
-    params: str | None = None,
+    model: nn.Module, metrics: Metrics, batches: Iterable[Batch], padding: Sequence[PadSpec], params: str | None = None
 ) -> tuple[str, ...]:
     """Warnings: metrics of an evaluation that padding changes; the model is in eval mode.
 

@@ -23,6 +23,7 @@ from fxpipe.lowering.first_of_each import check_number, fits
 from fxpipe.lowering.lowering import Lowering, name_constants
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
+from fxpipe.lowering.option_rules import setting_of
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.cost import Cost
@@ -134,7 +135,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     step = step.wired(cuts_like(plan, step.program), recompute, graph_of_edges(plan.edges, plan.workers))
     step = step.emitted(Encode(like(plan)(step.program.edges)), Reduce.like(plan))
     program = step.program
-    made = make_plan(program, options.setting(program.device))
+    made = make_plan(program, setting_of(options, program.device))
     if made.metrics != plan.metrics:
         raise BatchError(
             f"loss(model, batch) returns the metrics {list(plan.metrics)} for the first batch, and "

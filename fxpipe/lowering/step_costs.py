@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,12 @@ from fxpipe.passes.cost import Cost
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
+from fxpipe.task.hooks import OF_OPTIMIZERS
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.model_file import default_optimizer
 from fxpipe.task.parameter_attributes import hang
 from fxpipe.threads import threads as worker_threads
+from fxpipe.tracing.hook_state import undone
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,16 @@ def step_costs(program: Program, options: CompileOptions, shared: SharedCosts | 
         def make(named: Sequence[tuple[str, nn.Parameter]]) -> Any:
             return hook([(name, hang(parameter, name, program.attributes.get(name, {}))) for name, parameter in named])
 
-        with worker_threads(options.threads, 1), options.tried():
+        with worker_threads(options.threads, 1), tried(options):
             found = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
         # a run's optimizer may have no momentum
         shared.optimizer = found if options.optimizer else replace(found, momentum=False)
     return StepCosts(nodes, device, shared.optimizer)
+
+
+def tried(options: CompileOptions) -> AbstractContextManager[None]:
+    """Inside, the optimizer and its scheduler are tried; afterwards what they reach is as before."""
+    return undone({name: hook for name, hook in options.hooks.items() if name in OF_OPTIMIZERS})
 
 
 def trained(program: Program) -> list[tuple[str, Tensor]]:

@@ -15,16 +15,7 @@ import re
 from pathlib import Path
 
 from fxpipe.errors import ProfileError
-from fxpipe.planner.profile import (
-    MOST,
-    Output,
-    Profile,
-    Unit,
-    backward_values,
-    in_order,
-    located,
-    read_profile_json,
-)
+from fxpipe.planner.profile import MOST, Output, Profile, Unit, backward_values, in_order, located, read_profile_json
 from fxpipe.typed_json import Malformed, explained, read_text
 
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")

@@ -19,6 +19,7 @@ from fxpipe.inspection.sentences import codec_facts, codec_text
 from fxpipe.ir.program import Program
 from fxpipe.lowering.choose_codecs import encoded, ratios_of
 from fxpipe.lowering.new_shape import with_new_shape
+from fxpipe.lowering.option_rules import check
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.planner.device import CPU
@@ -221,5 +222,5 @@ def test_gradients_are_not_carried_over_where_the_scale_of_the_loss_moves() -> N
     for text in ("gradient=topk:0.1", "lowrank:2"):
         with pytest.raises(CodecError, match="adds what it left out of one gradient to the next"):
             fxpipe.compile(model, loss, batch, codec=text, **options)
-    CompileOptions(codec="topk", autocast="bf16").check()
-    CompileOptions(codec="int8", **options).check()
+    check(CompileOptions(codec="topk", autocast="bf16"))
+    check(CompileOptions(codec="int8", **options))

@@ -19,6 +19,7 @@ from fxpipe.errors import CutError, FxpipeError
 from fxpipe.ir.program import Program, info
 from fxpipe.lowering.choose_cuts import choose_cuts, lost_in_noise
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.option_rules import check, setting_of
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.cost import Cost
@@ -28,7 +29,7 @@ from fxpipe.planner.profile import read_profile_json
 
 def chosen(program: Program, **asked: Any) -> Cuts:
     options = CompileOptions(**asked)
-    return choose_cuts(program, profile_of(program), options, options.setting()).cuts
+    return choose_cuts(program, profile_of(program), options, setting_of(options)).cuts
 
 
 def test_cuts_for_another_program_are_refused() -> None:
@@ -102,9 +103,9 @@ def test_options_that_do_not_exist() -> None:
     with pytest.raises(FxpipeError, match="no option 'worker', did you mean 'workers'"):
         lowered("function", worker=3)
     with pytest.raises(FxpipeError, match=r"'three_way' is not one of .*, did you mean 'three-way'"):
-        CompileOptions(cuts="three_way").check()  # type: ignore[arg-type]
+        check(CompileOptions(cuts="three_way"))  # type: ignore[arg-type]
     with pytest.raises(CutError, match="chosen or pinned, not both"):
-        CompileOptions(cuts="same", forward_at=("a",)).check()
+        check(CompileOptions(cuts="same", forward_at=("a",)))
 
 
 def test_separate_cuts_must_gain_more_than_the_noise() -> None:
@@ -116,7 +117,7 @@ def test_separate_cuts_must_gain_more_than_the_noise() -> None:
 
     def found(**noise: float) -> tuple[str, str]:
         noisy = replace(profile, **noise)
-        choice = choose_cuts(Cost()(numbered("function")), noisy, options, options.setting())
+        choice = choose_cuts(Cost()(numbered("function")), noisy, options, setting_of(options))
         return choice.partitions[-1].mode, lost_in_noise(choice.partitions, noisy)
 
     assert found() == found(spread=0.05, doubt=0.1) == ("bidirectional", "")

@@ -28,6 +28,8 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     with pytest.raises(CutError, match="all workers have 2 replicas") as refused:
         build_of([2, 2], "1f1b")
     assert "--dp 2" in str(refused.value.hint)
+    with pytest.raises(FxpipeError, match="'2,0' is not a number of processes for each worker"):
+        build_of([2, 0], "1f1b", microbatches=2)
     with pytest.raises(CutError, match="2,1 are the replicas of 2 workers, there are 3"):
         build_of([2, 1], "1f1b", workers=3)
     with pytest.raises(ScheduleError, match="5 microbatches cannot be shared by 2, 1 replicas"):
