@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.links import Links as Links
     from fxpipe.settings import setting as setting
     from fxpipe.task.meta import on_meta as on_meta
+    from fxpipe.task.wrapped_tensors import load_weights as load_weights
     from fxpipe.tracing.capture import capture as capture
 
 _HOME = {
@@ -40,6 +41,7 @@ _HOME = {
     "fit": "fxpipe.lowering.fit",
     "join": "fxpipe.builds.build",
     "load": "fxpipe.builds.build",
+    "load_weights": "fxpipe.task.wrapped_tensors",
     "lower": "fxpipe.lowering.lower",
     "on_meta": "fxpipe.task.meta",
     "setting": "fxpipe.settings",
@@ -55,6 +57,7 @@ __all__ = [
     "fit",
     "join",
     "load",
+    "load_weights",
     "lower",
     "on_meta",
     "setting",

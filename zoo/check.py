@@ -206,11 +206,11 @@ def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any, ea
 
 
 def _buffers(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """Every buffer's value: the persistent ones from the state dict, the others from a worker that holds them."""
+    """Every buffer's value: those in the state dict from there, the others from a worker that holds them."""
     state = pipeline.state_dict()
     return {
-        b.name: state[b.name]
-        if b.persistent
+        b.name: state[b.saved[0]]
+        if b.saved
         else pipeline.executors[b.workers[0] if b.home is None else b.home].buffers[b.name]
         for b in pipeline.plan.buffers
     }

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,6 +31,7 @@ from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import load_task
 from fxpipe.task.what_trains import freezes_or_thaws, freezing_methods
+from fxpipe.task.wrapped_tensors import load_weights
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """The names of parameters without weight decay, in addition to those of LayerNorm, as in `Trainer`."""
@@ -286,10 +286,10 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
             f"one: made.get_submodule({inner!r}).save_pretrained({str(folder)!r})",
         )
     try:
-        module.load_state_dict(load_file(weights))
+        load_weights(module, weights)
     except SafetensorError as error:
         raise TaskError(f"{weights} cannot be read: {error}", hint="give OUT/model.safetensors") from error
-    except RuntimeError as error:
+    except (KeyError, RuntimeError) as error:
         raise TaskError(f"{weights} does not fit the model: {error}", hint="give the run's own model file") from error
     module.save_pretrained(folder)  # type: ignore[operator]
     return module

@@ -172,7 +172,8 @@ def _part(part: torch.optim.Optimizer) -> OneOptimizer:
     kind = type(part)
     if kind.__module__.startswith("torch.optim."):
         return {"attributes": {}, "others": {}}
-    if kind.state_dict is not torch.optim.Optimizer.state_dict:
+    other_form = not kind.__module__.startswith("bitsandbytes.")  # whose state_dict() gathers for FSDP
+    if other_form and kind.state_dict is not torch.optim.Optimizer.state_dict:
         return {"own": part.state_dict()}
     shared = {id(p) for group in part.param_groups for p in group["params"]} | _ids(part.state)
     fields = {k: v for k, v in vars(part).items() if k not in _OF_ALL and not k.startswith("_optimizer_")}
@@ -222,7 +223,8 @@ class UnsavedState:
         keeps = scheduler is not None and scheduler_state(scheduler) is not None
         not_saved = [_LeftOut(part) for part in parts_of(optimizer)]
         objects = [value for holder in not_saved for value in holder.read().values()]
-        self._python = state_outside([optimizer, *([scheduler] if keeps else [])], [*objects, *callbacks])
+        things = [optimizer, *([scheduler] if keeps else [])]
+        self._python = state_outside(things, [*objects, *callbacks], libraries=False)
         self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in not_saved)]
         self._warned = False
 

@@ -83,8 +83,8 @@ class Shard:
 
 def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard, replica: int = 0) -> dict[str, FileEntry]:
     """Write the files of a worker, or of another replica of it; returns when they are on the disk."""
-    names = {p.name: p.names for p in plan.parameters} | {b.name: b.names for b in plan.buffers}
-    answers = {b.name for b in plan.buffers if b.persistent and buffer_worker(b) == worker}
+    names = {row.name: row.saved for row in plan.tensors}
+    answers = {b.name for b in plan.buffers if b.saved and buffer_worker(b) == worker}
     model = {**shard.parameters, **{name: value for name, value in shard.buffers.items() if name in answers}}
     optimizer, pipeline = Encoder(), Encoder()
     body = {
@@ -170,10 +170,9 @@ class CheckpointWriter:
 
     def complete(self, folder: Path, step: int, start: int, files: Mapping[str, FileEntry]) -> None:
         """Make a checkpoint of the files that all have written into a folder; the index is as transformers has it."""
-        owners = {name: p.owner for p in self._plan.parameters for name in p.names}
-        owners |= {name: buffer_worker(b) for b in self._plan.buffers if b.persistent for name in b.names}
-        size = sum(p.tensor.bytes * len(p.names) for p in self._plan.parameters)
-        size += sum(b.tensor.bytes * len(b.names) for b in self._plan.buffers if b.persistent)
+        owners = {name: p.owner for p in self._plan.parameters for name in p.saved}
+        owners |= {name: buffer_worker(b) for b in self._plan.buffers for name in b.saved}
+        size = sum(row.tensor.bytes * len(row.saved) for row in self._plan.tensors)
         weight_map = {name: _files(worker, self._plan.workers)["model"] for name, worker in owners.items()}
         index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1)
         files = {**files, INDEX: write_bytes(folder / INDEX, index.encode())}

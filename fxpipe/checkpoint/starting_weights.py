@@ -26,7 +26,7 @@ FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The parameters and persistent buffers of a build in a checkpoint.
+    """The parameters and saved buffers of a build in a checkpoint.
 
     Attributes:
         path: as the user gave it.
@@ -60,9 +60,9 @@ class Checkpoint:
         tensors = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
         places: dict[str, tuple[Path, str]] = {}
         missing, wrong, converted = [], [], []
-        rows: list[Row] = [*plan.parameters, *(b for b in plan.buffers if b.persistent)]
+        rows: list[Row] = [row for row in plan.tensors if row.saved]
         for row in rows:
-            name = next((n for n in row.names if n in tensors), None)
+            name = next((n for n in (*row.saved, *row.names) if n in tensors), None)
             if name is None:
                 if isinstance(row, ParameterSpec):
                     missing.append(row.name)
@@ -75,7 +75,7 @@ class Checkpoint:
             places[row.name] = (file, name)
         if missing or wrong:
             raise _unfit(path, missing, wrong, set(tensors))
-        names = {name for row in rows for name in row.names}
+        names = {name for row in rows for name in (*row.saved, *row.names)}
         unknown = sorted(set(tensors) - names)
         warnings = []
         if converted:

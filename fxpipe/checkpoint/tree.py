@@ -10,6 +10,7 @@ tensor keeps its strides, from which operators choose the layout of their result
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fxpipe.errors import CheckpointError
 from fxpipe.plan.packing import is_dense
+from fxpipe.task.wrapped_tensors import wraps
 
 Read = Callable[[str], Tensor]
 """Returns the tensor of a key, contiguous, in its own memory."""
@@ -26,7 +28,7 @@ Read = Callable[[str], Tensor]
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, type] = {"pairs": dict, "counter": Counter, "ordered": OrderedDict}
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-TAGS = {*SEQUENCES, *MAPPINGS, "tensor", "number", "complex", "dtype", "device"}
+TAGS = {*SEQUENCES, *MAPPINGS, "tensor", "wrapper", "number", "complex", "dtype", "device"}
 
 
 class Unwritable(ValueError):
@@ -62,8 +64,8 @@ class Encoder:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"number": repr(float(value))}
         if isinstance(value, Tensor):
-            return self._tensor(value, place)
-        if type(value) is list:
+            return self._wrapper(value, place) if wraps(value) else self._tensor(value, place)
+        if type(value) in (list, torch.Size):
             return [self(each, f"{place}[{i}]") for i, each in enumerate(value)]
         if isinstance(value, Mapping):
             return self._mapping(value, place)
@@ -95,6 +97,17 @@ class Encoder:
         if not value.is_contiguous() and is_dense(tuple(value.shape), value.stride()):
             body["stride"] = list(value.stride())
         return body
+
+    def _wrapper(self, value: Any, place: str) -> dict[str, Any]:
+        names, context = value.__tensor_flatten__()
+        body = {
+            "class": f"{type(value).__module__}.{type(value).__qualname__}",
+            "context": self(context, f"{place} (a {type(value).__name__})"),
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            "tensors": {name: self(getattr(value, name), f"{place}.{name}") for name in names},
+        }
+        return {"wrapper": body}
 
     def _scalar(self, value: Any, place: str) -> Any:
         if isinstance(value, complex):
@@ -133,6 +146,8 @@ class Decoder:
         held = body[tag]
         if tag == "tensor":
             return self._tensor(held, body.get("stride"))
+        if tag == "wrapper":
+            return self._wrapper(held)
         if tag in SEQUENCES:
             return SEQUENCES[tag](self(each) for each in held)
         if tag in MAPPINGS:
@@ -146,6 +161,17 @@ class Decoder:
         if held not in DTYPES:
             raise ValueError(f"{held!r} is not a dtype")
         return DTYPES[held]
+
+    def _wrapper(self, body: dict[str, Any]) -> Tensor:
+        """Of a class that is loaded: a checkpoint imports nothing."""
+        module, _, name = body["class"].rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
+            raise ValueError(f"{body['class']!r} is no class of tensors that is imported")
+        inner = {name: self(each) for name, each in body["tensors"].items()}
+        shape, stride = torch.Size(body["shape"]), tuple(body["stride"])
+        wrapper: Tensor = kind.__tensor_unflatten__(inner, self(body["context"]), shape, stride)
+        return wrapper
 
     def _tensor(self, key: str, stride: list[int] | None) -> Tensor:
         if key not in self._tensors:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.task.wrapped_tensors import plain_tensors
 from fxpipe.torch_private import TorchDispatchMode, memory_of, pytree
 
 
@@ -65,5 +66,6 @@ class TrackedAllocations(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    """The tensors in nested dictionaries, lists and tuples; of those that wrap others, these."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [plain for tensor in tensors for _, plain in plain_tensors("", tensor)]

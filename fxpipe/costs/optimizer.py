@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpipe.costs.allocations import TrackedAllocations, tensors_in
 from fxpipe.costs.timer import Clock, Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import PolicyError, TaskError
-from fxpipe.optimizer.hook import hold_still, make_optimizer, shrunk, users
+from fxpipe.optimizer.hook import hold_still, make_optimizer, shrunk, uncompiled, users
 from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes, StepMemory
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, rule_of
@@ -102,7 +102,7 @@ def _step_memory(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
     total = sum(parameter.nbytes for parameter in parameters)
     held = []
     try:
-        with users(), TrackedAllocations() as memory:
+        with users(), uncompiled(), TrackedAllocations() as memory:
             for gone in ([], [p for p in parameters if p is not largest]):
                 for parameter in gone:
                     parameter.grad = None

@@ -37,12 +37,12 @@ def with_trained(build: Build, file: str | Path) -> Build:
         unknown -= set(row.names)
         rows = [(name, trained[name]) for name in row.names if name in trained]
         if not rows:
-            missing.append(row.names[0])
+            missing.append(row.name)
         for name, value in rows:
             kind, expected = f"{value.dtype}{list(value.shape)}", f"torch.{row.spec.dtype}{list(row.spec.shape)}"
             if kind != expected:
                 other.append(f"{name} is {kind}, not {expected}".replace("torch.", ""))
-            tensors[row.names[0]] = value
+            tensors[row.name] = value
     wrong = [("missing", missing), ("not of the model", sorted(unknown)), ("of another kind", other)]
     lines = [f"{what}: {listed(names, 8)}" for what, names in wrong if names]
     if lines:

@@ -99,20 +99,21 @@ class Again:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, with all names of a tied one; `node` is its placeholder's name."""
+    """A parameter, with all names of a tied one; `node` is its placeholder's name, `saved` its names in state dicts."""
 
     node: str
     names: tuple[str, ...]
     trained: bool
+    saved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer under its names, or a constant that capture found (`constant`: in no state dict)."""
+    """A buffer under its names, or a `constant` that capture found; `saved` are its names in state dicts."""
 
     node: str
     names: tuple[str, ...]
-    persistent: bool
+    saved: tuple[str, ...] = ()
     constant: bool = False
 
 

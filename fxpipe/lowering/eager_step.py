@@ -20,6 +20,7 @@ from fxpipe.stages.minibatch import TRIED_SCALE
 from fxpipe.task.batch import Batch
 from fxpipe.task.bf16_parameters import narrow
 from fxpipe.task.hooks import Loss, loss_and_metrics
+from fxpipe.task.wrapped_tensors import wraps
 from fxpipe.torch_private import disable_current_modes, pytree
 from fxpipe.tracing.capture import autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -176,7 +177,7 @@ def _buffers_kept(held: HeldTensors, names: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, tensors have no gradients yet; afterwards they have their former values, gradients and flags."""
-    tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    tensors = list({id(tensor): tensor for tensor in tensors if not wraps(tensor)}.values())
     leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
     before = [(t, t.detach(), t.detach().clone()) for t in tensors]
     for tensor, *_ in leaves:

@@ -241,7 +241,7 @@ def _buffers_read(plan: Plan, program: Program, stages: Sequence[StageSpec]) -> 
             readers[name] = (*readers.get(name, ()), worker)
     rows = [row for row in program.buffers if row.names[0] in readers]
     specs = [(row.names, tensor_spec(program.values[row.node]), readers[row.names[0]]) for row in rows]
-    return with_readers(plan.buffers, [BufferSpec(names, spec, False, None, workers) for names, spec, workers in specs])
+    return with_readers(plan.buffers, [BufferSpec(names, spec, (), None, workers) for names, spec, workers in specs])
 
 
 def with_readers(buffers: Sequence[BufferSpec], more: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
 from torch import nn
 
 from fxpipe.builds.build import Build
@@ -36,6 +35,7 @@ from fxpipe.task.hooks import OF_RUNS, Hooks, Loss, split_hooks
 from fxpipe.task.model_file import Task
 from fxpipe.task.pickled_hooks import MODEL_FILE, write_hooks
 from fxpipe.task.step_hooks import uncompiled
+from fxpipe.task.wrapped_tensors import load_weights
 
 HOOKS = (*OF_RUNS, "metrics", "microbatch_dims", "pad", "pad_to", "constant_batch")
 FOLDER = "fit"
@@ -125,7 +125,7 @@ def fit(
             summary = launch(run, plan.processes, plan.mesh)
         if summary is None:
             return None
-        model.load_state_dict(load_file(out / FINAL_WEIGHTS))
+        load_weights(model, out / FINAL_WEIGHTS)
     return Fitted(model, summary)
 
 

@@ -93,7 +93,8 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
         read = tuple(readers.get(name, ()))
         owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
         spec, cast = tensor_spec(program.values[p.node]), _cast(placeholders[p.node])
-        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast, dict(program.attributes.get(name, {}))))
+        attributes = dict(program.attributes.get(name, {}))
+        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast, attributes, p.saved or p.names))
     return tuple(rows)
 
 
@@ -120,5 +121,5 @@ def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec,
         home = homes.get(name)
         held = tuple(workers.get(name, ())) or ((home if home is not None else 0),)
         spec = tensor_spec(program.values[b.node])
-        rows.append(BufferSpec(b.names, spec, b.persistent and not b.constant, home, held))
+        rows.append(BufferSpec(b.names, spec, () if b.constant else b.saved, home, held))
     return tuple(rows)

@@ -20,6 +20,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.meta import on_meta
 from fxpipe.task.step_hooks import StepHooks
+from fxpipe.task.wrapped_tensors import plain_tensors
 from fxpipe.tracing.hook_state import undone
 
 COMMAND = "a shape of batch that a run met"
@@ -65,7 +66,7 @@ def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
         raise BatchError(f"with this batch the step reads {unseen[0].place}, which hooks reach", hint=_AGAIN)
     known = {buffer.name for buffer in plan.buffers}
     more = [buffer for buffer in made.plan.buffers if buffer.name not in known]
-    if kept := [buffer.name for buffer in more if buffer.persistent]:
+    if kept := [buffer.name for buffer in more if buffer.saved]:
         raise BatchError(f"the model has a buffer {kept[0]}, which the build does not know", hint=_AGAIN)
     if more and not hooks.same and (name := _other_value(build, model)):
         raise TaskError(
@@ -119,10 +120,12 @@ def _check_model(plan: Plan, program: Program) -> None:
 
 def _other_value(build: Build, model: nn.Module) -> str | None:
     """The first tensor of the model whose value differs in the build."""
-    for name, tensor in model.state_dict().items():
-        known = build.tensors.get(name)
-        if known is None or tensor.is_meta:
-            continue
-        if known.shape != tensor.shape or not torch.equal(known, tensor.detach().to(known)):
-            return name
+    known = {name: build.tensors.get(row.name) for row in build.plan.tensors for name in row.saved}
+    for name, held in model.state_dict(keep_vars=True).items():
+        for plain_name, tensor in plain_tensors(name, held):
+            value = known.get(plain_name)
+            if value is None or tensor.is_meta:
+                continue
+            if value.shape != tensor.shape or not torch.equal(value, tensor.detach().to(value)):
+                return plain_name
     return None

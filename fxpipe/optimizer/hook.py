@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from fxpipe.task.guarded_step import guard
 from fxpipe.task.hooks import MakeOptimizer
 from fxpipe.task.one_optimizer import NEEDS_CLOSURE, OptimizerRefused, one_optimizer
 from fxpipe.task.several_optimizers import changes_torchs, parts_of
-from fxpipe.torch_private import accumulated_hooks, backward_hooks
+from fxpipe.torch_private import DYNAMO, accumulated_hooks, backward_hooks
 from fxpipe.tracing.reach import Walk
 
 STILL = 1e-6
@@ -43,6 +44,14 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
             "compute gradients without autograd",
             hint="change gradients in step(), or with register_hook in model(), which is captured",
         )
+    for part in parts_of(optimizer):
+        if getattr(part, "is_paged", False):
+            kind = type(part).__name__
+            raise OptimizerRefused(
+                f"{kind} keeps its state in memory that CUDA pages, which neither forecasts of memory nor copies for "
+                "checkpoints know",
+                hint=f"use {kind.removeprefix('Paged')}: with --shard optimizer replicas share its state out",
+            )
     if not any(group["params"] for group in optimizer.param_groups):
         return None
     if modules := _reached(optimizer):
@@ -51,6 +60,13 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = options["lr"].detach().clone()
     return optimizer
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, torch.compile does not compile the optimizer: it takes long, and no mode sees what compiled code does."""
+    with torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else nullcontext():
+        yield
 
 
 def _hooks(parameter: nn.Parameter) -> int:
@@ -62,7 +78,7 @@ def _reached(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     """The modules with values that its step, or a hook of it, can reach: a model that the user has made."""
     parts = [part for part in parts_of(optimizer) if changes_torchs(part)]
     roots = [root for part in parts for root in (type(part), *vars(part).values())]
-    seen = Walk(nn.Module(), roots, passed=parts).seen.values() if roots else ()
+    seen = Walk(None, roots, passed=parts).seen.values() if roots else ()
     modules = [value for value in seen if isinstance(value, nn.Module)]
     return [m for m in modules if all(not tensor.is_meta for tensor in (*m.parameters(), *m.buffers()))]
 

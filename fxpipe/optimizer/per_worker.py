@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, listed
-from fxpipe.optimizer.hook import users
+from fxpipe.optimizer.hook import uncompiled, users
 from fxpipe.optimizer.play import Copies, Played, TooLong
 from fxpipe.plan.plan import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
@@ -28,7 +27,7 @@ from fxpipe.task.hooks import MakeOptimizer, MakeScheduler
 from fxpipe.task.model_file import default_optimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.threads import threads
-from fxpipe.torch_private import DYNAMO, foreach_norm, foreach_sub
+from fxpipe.torch_private import foreach_norm, foreach_sub
 
 MOST = 400
 """The most parameters in the trial."""
@@ -88,7 +87,7 @@ def check_per_worker(
     if (make is None and scheduler is None) or not trained:
         return None
     make = make or default_optimizer
-    with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1), _counted(plan):
+    with warnings.catch_warnings(), random_state_kept(), uncompiled(), threads(1, 1), _counted(plan):
         warnings.simplefilter("ignore")
         rows = _some(trained)
         copies = Copies(rows, plan.device, make, scheduler)
@@ -292,10 +291,3 @@ def _counted(plan: Plan) -> Iterator[None]:
                 f"replica r of worker w is {plan.dp} w + r"
             )
         raise
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Inside, torch.compile does not compile the optimizer: it would take long."""
-    with torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else nullcontext():
-        yield

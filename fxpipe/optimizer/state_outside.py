@@ -5,6 +5,7 @@ Optimizers of several workers of a process share it, and no checkpoint contains 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,21 +15,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxpipe.task.several_optimizers import parts_of
 from fxpipe.tracing.model_state import PythonState
+from fxpipe.user_lines import is_own
 
 _OWN = (torch.optim.Optimizer, LRScheduler)
 
 
-def state_outside(things: Iterable[Any], others: Iterable[Any] = ()) -> PythonState:
+def state_outside(things: Iterable[Any], others: Iterable[Any] = (), libraries: bool = True) -> PythonState:
     """The state that the code of these optimizers and schedulers reaches: their classes, hooks and functions.
 
     Args:
         things: their own attributes are left out.
         others: functions that change state, too.
+        libraries: the code of installed packages counts, too, whose state outside is caches and loaded kernels.
     """
     every = [part for thing in things for part in _parts(thing)]
     passed = [value for part in every for value in (part, *vars(part).values())]
     roots = [root for part in every for root in (type(part), *_functions(vars(part).values()))]
-    return PythonState(nn.Module(), [*roots, *others], [item for item in passed if not callable(item)])
+    reached = [root for root in (*roots, *others) if libraries or not _of_library(root)]
+    return PythonState(nn.Module(), reached, [item for item in passed if not callable(item)])
+
+
+def _of_library(root: Any) -> bool:
+    """Whether it is a class, a function, or an object of a class, of an installed package."""
+    name = getattr(root, "__module__", None) or "builtins"
+    return name != "builtins" and not is_own(getattr(sys.modules.get(name), "__file__", None))
 
 
 def _parts(thing: Any) -> Iterator[Any]:

@@ -47,9 +47,9 @@ def check(plan: Plan) -> None:
         raise Malformed(f"there is no device {plan.device[:80]!r}", ", $.device")
     for found, place in _parts(plan, ", $"):
         _check_part(plan, found, place)
-    every = [name for held in plan.tensors for name in held.names]
-    if len(set(every)) < len(every):
-        raise Malformed("two parameters or buffers have the same name", ", $")
+    for every in ([n for held in plan.tensors for n in held.names], [n for held in plan.tensors for n in held.saved]):
+        if len(set(every)) < len(every):
+            raise Malformed("two parameters or buffers have the same name", ", $")
     for name in plan.model_file.sources:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise Malformed(f"{name[:80]!r} is not a file next to the model file", ", $.model_file.sources")

@@ -27,7 +27,8 @@ class ParameterSpec:
     `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code takes it
     as an argument, including the owner's own. All that they compute from it, they compute from a cast of it to the type
     `cast`, if there is one of fewer bits. `attributes` are what hangs on it, by name, as text
-    (`fxpipe.task.parameter_attributes`).
+    (`fxpipe.task.parameter_attributes`). `saved` are its names in files of weights, which are those of `state_dict()`:
+    a wrapper of checkpointing, say, leaves itself out there.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class ParameterSpec:
     readers: tuple[tuple[int, Phase], ...]
     cast: str | None = None
     attributes: dict[str, str] = field(default_factory=dict)
+    saved: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,11 +47,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer or a constant of the model. `home` updates it (None: no worker does, every reader has its own copy)."""
+    """A buffer or a constant of the model. `home` updates it (None: no worker does, every reader has its own copy).
+
+    `saved` are its names in `state_dict()`, and so in files of weights; () if it is not there.
+    """
 
     names: tuple[str, ...]
     tensor: TensorSpec
-    persistent: bool
+    saved: tuple[str, ...]
     home: int | None
     workers: tuple[int, ...]
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError, listed
+from fxpipe.task.wrapped_tensors import wraps
 from fxpipe.torch_private import NormBase
 
 KEPT, COMPUTED = torch.float32, torch.bfloat16
@@ -28,13 +29,14 @@ def check_parameters(model: nn.Module) -> None:
 def narrowed(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that are to become bfloat16; none if the model has bfloat16 parameters already.
 
-    Batch and instance norms stay as they are, as under autocast: small changes of their statistics would be lost.
+    Batch and instance norms stay as they are, as under autocast: small changes of their statistics would be lost. So
+    do tensors that wrap others: another type would unpack them.
     """
     if any(p.dtype == COMPUTED for p in model.parameters()):
         return []
     modules = [module for module in model.modules() if not isinstance(module, NormBase)]
     held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    return [tensor for tensor in held if tensor.is_floating_point()]
+    return [tensor for tensor in held if tensor.is_floating_point() and not wraps(tensor)]
 
 
 def narrow(model: nn.Module, *, trained: bool = True) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.plan import Plan
@@ -16,6 +15,7 @@ from fxpipe.task.batch import Batch
 from fxpipe.task.bf16_parameters import narrow
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, hook_raised
+from fxpipe.task.wrapped_tensors import load_weights
 
 
 def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
@@ -23,7 +23,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     if not task.validates:
         return {}
     model = task.model()
-    model.load_state_dict(load_file(weights))
+    load_weights(model, weights)
     if plan.precision.params is not None:
         narrow(model)
     model.eval()

@@ -17,6 +17,7 @@ from fxpipe.ir.transform import rarely_collected
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.task.batch import Batch, tensor_spec
 from fxpipe.task.hooks import Metrics
+from fxpipe.task.wrapped_tensors import plain_tensors
 from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
 from fxpipe.tracing import origin
 from fxpipe.tracing.batch_reads import of_what_is_read
@@ -206,7 +207,8 @@ class _Writes(LightDispatchMode):
 
 
 def _parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: plain for path, tensor in named for name, plain in plain_tensors(path, tensor)}
 
 
 def buffers_carried(programs: Sequence[Program]) -> tuple[Program, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -22,6 +23,7 @@ from torch import nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.bf16_parameters import COMPUTED, KEPT, check_parameters, narrowed
+from fxpipe.task.wrapped_tensors import attributes_held, pack_now, packs, plain_tensors, rewrapped, wraps
 from fxpipe.torch_private import (
     BUFFERS,
     PARAMETERS,
@@ -88,6 +90,7 @@ class HeldTensors:
         self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
         self._places: list[_Place] = []
         _refuse_scripted(model)
+        pack_now(model)
         parameters = list(model.named_parameters(remove_duplicate=False))
         for name, parameter in parameters:
             if name not in state:
@@ -97,12 +100,15 @@ class HeldTensors:
             self._add(name, buffer)
         self.registered = len(self.values)  # how many are parameters or buffers; plain attributes follow
         self._refuse_without_values()
+        self._holders: dict[int, Any] = {}  # objects that hold tensors of packed weights, by their ids
         self._add_places()
+        for name, parameter in parameters:
+            if not (parameter.requires_grad or wraps(parameter)):
+                self._add_hanging(name, vars(parameter))
         for name, tensor in outside.items():
             self._add(name, tensor)
         self._refuse_overlaps()
-        persistent = set(model.state_dict(keep_vars=True))
-        self.persistent = [any(n in persistent for n in names) for names in self.names]
+        self.saved = self._saved_names(tuple(name for name, p in parameters if not p.requires_grad))
         self.params = params
         self.cast: set[int] = set()  # the rows that are kept in float32, and computed with in bfloat16
         self.rounded: set[int] = set()  # those kept in bfloat16, though the model has them in another type
@@ -176,14 +182,21 @@ class HeldTensors:
         """
         self._traced = [v.to(COMPUTED) if row in self.cast else v for row, v in enumerate(tensors)]
         self.stand_ins = {key: self._stand_in(tensor, self._traced[row]) for key, (tensor, row) in self._row_of.items()}
-        attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
+        for key, (tensor, _) in self._row_of.items():
+            if wraps(tensor):
+                self.stand_ins[key] = rewrapped(tensor, lambda plain: self.stand_ins[id(plain)])
         filled: set[int] = set()
+        # Not changed in place: the backward, which reads them, comes after this.
+        self._copies = {key: copy.copy(holder) for key, holder in self._holders.items()}
+        for holder in self._copies.values():
+            vars(holder).update({name: self._filled(held, filled) for name, held in vars(holder).items()})
+        attributes = {key: self._attributes(tensor, filled) for key, (tensor, _) in self._row_of.items()}
         try:
             with self._of_their_classes(), self.python.preserved(draws=False):  # two calls draw different numbers
                 for module in self.model.modules():
-                    for key, value in list(module.__dict__.items()):
-                        if key not in _INTERNAL or key in _REGISTERED:
-                            module.__dict__[key] = self._filled(value, filled)
+                    for name, value in list(module.__dict__.items()):
+                        if name not in _INTERNAL or name in _REGISTERED:
+                            module.__dict__[name] = self._filled(value, filled)
                 before = self.python.snapshot()
                 yield
                 self._refuse_new()
@@ -200,6 +213,8 @@ class HeldTensors:
         """A value with stand-ins in it; a container stays the same object, because others may hold it too."""
         if isinstance(value, torch.Tensor):
             return self.stand_ins.get(id(value), value)
+        if id(value) in self._copies:
+            return self._copies[id(value)]
         if type(value) is tuple:
             return tuple(self._filled(member, filled) for member in value)
         if is_container(value) and not isinstance(value, set) and id(value) not in filled:
@@ -280,6 +295,8 @@ class HeldTensors:
                 f"{name} is lazy: it has no shape yet",
                 hint="run the model once on a batch inside model(), so that its lazy modules are initialised",
             )
+        if wraps(tensor):
+            return self._add_wrapper(name, tensor)
         row = self._rows.setdefault(_identity(tensor), len(self.values))
         if row == len(self.values):
             self.names.append(())
@@ -290,6 +307,50 @@ class HeldTensors:
         self._row_of[id(tensor)] = tensor, row
         return row
 
+    def _saved_names(self, frozen: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The names of each row in `state_dict()`, whose hooks may give others; () if it is not there.
+
+        What is in it under the name of a frozen parameter and is no tensor of the model, such as how a weight is packed
+        (`weight.quant_state…`, `weight_format`), gets a row.
+        """
+        saved: dict[int, list[str]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            for plain_name, plain in plain_tensors(name, tensor) if isinstance(tensor, torch.Tensor) else ():
+                row = self._rows.get(_identity(plain))
+                if row is None and name.startswith(frozen):
+                    row = self._add(plain_name, plain.detach())
+                if row is not None:
+                    saved.setdefault(row, []).append(plain_name)
+        return [tuple(saved.get(row, ())) for row in range(len(self.names))]
+
+    def _add_wrapper(self, name: str, tensor: torch.Tensor) -> int:
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"{name} is trained, and is a {type(tensor).__name__}, which wraps other tensors",
+                hint="freeze it (requires_grad_(False)) and train adapters; or train a plain tensor",
+                page="tensor-kinds",
+            )
+        rows = [self._add(*plain) for plain in plain_tensors(name, tensor)]
+        self._row_of[id(tensor)] = tensor, rows[0]
+        return rows[0]
+
+    def _add_hanging(self, name: str, attributes: Mapping[str, Any], depth: int = 3) -> bool:
+        """Add the tensors in attributes, and in objects there: bitsandbytes' `weight.quant_state.absmax`."""
+        holds = False
+        for key, value in attributes.items():
+            path = f"{name}.{key}"
+            if isinstance(value, torch.Tensor):
+                self._add(path, value)
+                holds = True
+            elif depth and self._hold(path, value, depth - 1):
+                holds = True
+        return holds
+
+    def _hold(self, name: str, holder: Any, depth: int = 3) -> bool:
+        if self._add_hanging(name, attributes_held(holder), depth):
+            self._holders[id(holder)] = holder
+        return id(holder) in self._holders
+
     def _add_places(self) -> None:
         for path, module in self.model.named_modules():
             for key, value in module.__dict__.items():
@@ -299,6 +360,8 @@ class HeldTensors:
                     ]
                 elif key not in _INTERNAL:
                     self._add_plain(path, module, (key,), value)
+                    if packs(value):
+                        self._hold(f"{path}.{key}", value)
 
     def _add_plain(self, path: str, module: nn.Module, keys: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -321,14 +384,17 @@ class HeldTensors:
                 hint="make them in __init__, or run the model once on a batch inside model()",
             )
 
-    def _attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
+    def _attributes(self, tensor: torch.Tensor, filled: set[int]) -> dict[str, Any]:
         """The `__dict__` of the stand-in of a tensor, with the attributes that the user has set on the tensor.
 
         Those of a user's subclass of nn.Parameter, too, methods and properties included.
         """
         stand_in = self.stand_ins[id(tensor)]
         attributes = vars(stand_in)
-        attributes.update({name: value for name, value in vars(tensor).items() if name not in attributes})
+        if wraps(tensor):
+            return dict(attributes)
+        users = {key: self._filled(held, filled) for key, held in vars(tensor).items() if key not in attributes}
+        attributes.update(users)
         kind = type(tensor)
         names = sorted(set(dir(kind)).difference(dir(nn.Parameter)))
         members = [(name, inspect.getattr_static(kind, name)) for name in names]
@@ -339,15 +405,21 @@ class HeldTensors:
 
     @contextlib.contextmanager
     def _of_their_classes(self) -> Iterator[None]:
-        """Inside, `isinstance` takes stand-ins for what they stand for, also if that is of a class of the user's."""
-        meta: Any = type(nn.Parameter)
-        kinds = {id(self.stand_ins[key]): type(tensor) for key, (tensor, _) in self._row_of.items()}
-        original = meta.__instancecheck__
-        meta.__instancecheck__ = lambda cls, one: original(cls, one) or issubclass(kinds.get(id(one), object), cls)
+        """Inside, stand-ins have the classes of what they stand for: in `isinstance`, and as `__class__`."""
+        pairs = [(self.stand_ins[key], type(tensor)) for key, (tensor, _) in self._row_of.items() if not wraps(tensor)]
+        kinds = {id(stand_in): kind for stand_in, kind in pairs if kind not in (torch.Tensor, nn.Parameter)}
+
+        def get(one: Any, name: str) -> Any:
+            return kinds[id(one)] if name == "__class__" and id(one) in kinds else object.__getattribute__(one, name)
+
+        patched: set[Any] = {type(stand_in) for stand_in, _ in pairs if id(stand_in) in kinds}
+        for kind in patched:
+            kind.__getattribute__ = get
         try:
             yield
         finally:
-            meta.__instancecheck__ = original
+            for kind in patched:
+                del kind.__getattribute__
 
     def _refuse_attributes(self, before: dict[int, dict[str, Any]]) -> None:
         """Refuse attributes that the step sets on the model's tensors: stand-ins get them, and they are lost."""

@@ -103,7 +103,8 @@ class Reader:
         for i, names in enumerate(self.tensors.names):
             placeholder = self.mapped[slots[i]]
             node_name = placeholder.name
-            if i in caches or (i >= self.tensors.registered and not placeholder.users):
+            saved = self.tensors.saved[i]
+            if i in caches or (i >= self.tensors.registered and not placeholder.users and not saved):
                 self.graph.erase_node(placeholder)  # an attribute that the step does not read
                 del self.values[node_name]
             elif i >= self.tensors.registered and self.tensors.values[i].is_meta:
@@ -115,13 +116,13 @@ class Reader:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
                 if self.tensors.values[i].requires_grad and not trained and not self.traced.evaluates:
                     self.warnings.append(f"parameter {names[0]} {NO_GRADIENT}: it keeps its value")
-                parameters.append(Parameter(node_name, names, trained))
+                parameters.append(Parameter(node_name, names, trained, saved))
             else:
                 if i >= self.tensors.registered and self.tensors.values[i].requires_grad:
                     self.warnings.append(f"{names[0]} is a parameter that no module registers: it keeps its value")
                 if placeholder.users:
                     self._refuse_view(self.tensors.values[i], names[0], _line(next(iter(slots[i].users))))
-                buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
+                buffers.append(Buffer(node_name, names, saved))
         batch, batch_placeholders = [], iter(slots[count:])
         for leaf in self.leaves:
             if leaf.tensor is None:
@@ -185,7 +186,7 @@ class Reader:
         """
         what = "metrics(model, batch)" if self.traced.evaluates else "the step"
         for row in self.traced.lost:
-            saved = self.tensors.persistent[row] and not self.traced.evaluates
+            saved = self.tensors.saved[row] and not self.traced.evaluates
             if saved or self.mapped[slots[row]].users:
                 raise CaptureError(
                     f"{what} replaces {self.tensors.names[row][0]} by something of another shape or dtype",
@@ -306,7 +307,7 @@ class Reader:
             placeholder = self.graph.placeholder(origin.identifier(f"constant_{len(self.constants)}"))
         placeholder.meta["val"] = node.meta.get("val", constant)
         self.values[placeholder.name] = constant.detach()
-        self.constants.append(Buffer(placeholder.name, (placeholder.name,), persistent=False, constant=True))
+        self.constants.append(Buffer(placeholder.name, (placeholder.name,), constant=True))
         self.mapped[node] = placeholder
 
     def _refuse_view(self, tensor: torch.Tensor, name: str, where: str | None) -> None:

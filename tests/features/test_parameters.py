@@ -8,7 +8,10 @@ import pytest
 import torch
 from features import WIDTH, Feature, check, squared
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
+
+import fxpipe
 
 
 class Frozen(nn.Module):
@@ -224,3 +227,25 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_parameters(feature: Feature) -> None:
     check(feature)
+
+
+def test_names_in_files_are_those_of_the_state_dict() -> None:
+    """A wrapper of checkpointing leaves itself out there; a hook may rename a tensor."""
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    last = model[2]
+
+    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+    last.register_state_dict_post_hook(rename)
+    last.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *rest: state.update({f"{prefix}weight": state.pop(f"{prefix}kernel")})
+    )
+    batch = torch.randn(4, WIDTH)
+    build = fxpipe.compile(model, lambda m, x: m(x).square().mean(), batch, workers=2, cost="analytic")
+    pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    pipeline.run([batch, batch])
+    state = pipeline.state_dict()
+    assert list(state) == ["0.weight", "0.bias", "2.kernel", "2.bias"]
+    model.load_state_dict(state)
+    assert torch.equal(last.weight, state["2.kernel"])

@@ -50,7 +50,7 @@ class Case:
         device: of model and batches; 'pretended' is in a process that has it (see `pretended_device`).
     """
 
-    model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts", "towers",
+    model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts", "towers", "packed",
                       slow=("gpt-dropout", "attention-dropout"))  # fmt: skip
     workers: int = axis(2, 3, 4, 1)
     cuts: str = axis("same", "later", "earlier", "random", "planned", "three-way")

@@ -77,6 +77,7 @@ def exists(case: Case) -> bool:
     masks = case.model in ("gpt", "gpt-dropout", "texts") and case.codec == "int8"  # of infinities, which may cross
     uneven = case.cuts == "random" and (case.shapes != "one" or case.model == "function")  # other units than captured
     many = case.cuts == "three-way" and case.workers > 3 and case.shapes in ("last", "new")  # the same
+    packed = case.model == "packed" and case.average  # torch's AveragedModel would average codes
     double = case.engine != "eager" and case.precision != "float32"  # onnxruntime lacks operators for others
     kernel = case.engine == "onnxruntime" and case.model == "lstm"  # whose backward ONNX does not have
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
@@ -97,7 +98,7 @@ def exists(case: Case) -> bool:
         or too_many
         or case.total > 4
     )
-    return not (impossible or masks or uneven or many or double or kernel or planned or elsewhere)
+    return not (impossible or masks or uneven or many or packed or double or kernel or planned or elsewhere)
 
 
 def movable(case: Case) -> bool:
@@ -205,7 +206,7 @@ def quick() -> list[Case]:
 
 
 if __name__ == "__main__":
-    found = {of_text(text) for text in json.loads((QUICK.parent / "found.json").read_text()).values()}
+    found = {of_text(text) for text in json.loads((QUICK.parent / "found.json").read_text()).values() if "=" in text}
     known, kept = (
         [c for c in cases if exists(c) and is_legal(c)] for cases in (quick() if QUICK.is_file() else [], found)
     )

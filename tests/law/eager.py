@@ -13,6 +13,7 @@ from unittest import mock
 import task
 import torch
 from case import STEPS, Case
+from packed_tensors import Packed
 from product import CLIP, DECAY, INTERVAL, OUTER_EVERY, SCALE, SEED, Outcome, places
 from task import MODELS, RATES, Task, as_list, cycled, forget, tokens
 from torch import Tensor, nn
@@ -276,7 +277,8 @@ def _sent(left_out: list[Tensor], place: int, moved: Tensor) -> Tensor:
 
 def _left(case: Case, run: Trained, losses: list[float]) -> Outcome:
     averages = dict(run.averaged.module.named_parameters()) if run.averaged is not None else {}
-    found = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
+    held = run.model.state_dict().items()
+    found = {name: value.detach().cpu() for name, value in held if not isinstance(value, Packed)}
     metrics = {} if case.evaluation == "none" else evaluated(case, run.model, run.task)
     return Outcome(losses, found, {n: v.detach().cpu() for n, v in averages.items()}, [], metrics, run.metrics)
 

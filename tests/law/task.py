@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import packed_tensors
 import padded_texts
 import pretended_device
 import small_models
@@ -209,6 +210,7 @@ MODELS = {
         small_models.Case("lstm", Recurrent, CLASSIFY, _words, ("embed", "layers.0", "head")),
         small_models.Case("function", Functions, counted, VECTORS, FUNCTIONS),
         _class_of("dict"),
+        small_models.Case("packed", packed_tensors.adapted, CLASSIFY, VECTORS, tuple("0124")),
         small_models.Case("towers", lambda: towers.Towers(in_turns=True), towers.loss, towers.batch_of, towers.CUTS),
         small_models.Case("texts", padded_texts.Reader, padded_texts.loss,
                           lambda size: padded_texts.batch_of(8, samples=size),

@@ -224,7 +224,7 @@ def test_constants_and_what_training_does_not_read() -> None:
     own = [name for name in rows if name.startswith("evaluate.")]
     assert own == ["evaluate.0.constant_0"]  # of both shapes; the class weights are training's
     assert torch.equal(build.tensors[own[0]], other)
-    assert not rows[own[0]].persistent
+    assert not rows[own[0]].saved
     for shape in build.plan.evaluations:
         for worker, stage in enumerate(shape.stages):
             assert all(worker in rows[name].workers for name in stage.forward.buffers)

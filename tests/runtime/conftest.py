@@ -234,8 +234,10 @@ class Toy:
                 (w, p) for w, s in enumerate(stages) for p, part in (("F", s.forward), ("B", s.backward))
                 if name in part.weights
             ]  # fmt: skip
-            parameters.append(ParameterSpec(names, tensor(*initial.shape), self.owner(name), True, tuple(readers)))
-        buffers = (BufferSpec(("seen",), tensor(dtype="int64"), True, 0, (0,)),)
+            parameters.append(
+                ParameterSpec(names, tensor(*initial.shape), self.owner(name), True, tuple(readers), saved=names)
+            )
+        buffers = (BufferSpec(("seen",), tensor(dtype="int64"), ("seen",), 0, (0,)),)
         example = (torch.zeros(1), torch.zeros(1))
         weights = folder / "weights.safetensors"
         save_file({**self.initial(), "seen": torch.tensor(0)}, weights)

@@ -179,7 +179,7 @@ class NewShapes:
         for (
             buffer
         ) in build.plan.buffers:  # the build has the values of those that never change and are in no checkpoint
-            if buffer.persistent and (more := self._new_readers(buffer)):
+            if buffer.saved and (more := self._new_readers(buffer)):
                 raise BatchError(
                     f"worker {min(more)} would read {buffer.name}, which it does not have",
                     hint="compile with a batch of this shape (--scan N; in Python shapes=...)",

@@ -353,7 +353,7 @@ class Pipeline:
                     executor.resets(executor.buffers, self.fed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all parameters and persistent buffers, under every name the model has for them.
+        """Copies of all parameters and saved buffers, under the names that the model's `state_dict()` has for them.
 
         With several processes, only what the workers here own: the whole model is never gathered on one worker; `save`
         writes it.

@@ -61,7 +61,7 @@ def open_worker(
     if continue_after is not None:  # the owners send the others
         read = {p.name for p in plan.parameters if p.name in read and not p.trained}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
-    buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
+    buffers = [b for b in plan.buffers if worker in b.workers or (b.saved and worker == buffer_worker(b))]
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
     setting.buffers |= {b.name: tensors.pop(b.name) for b in buffers}
     executor = Executor(setting, stages, WeightStore(setting, transport, tensors), transport)

@@ -34,6 +34,7 @@ from fxpipe.runtime.wires.board import ASKED, Board
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.observer import Observer
 from fxpipe.runtime.worker.weights import WeightStore
+from fxpipe.task.wrapped_tensors import rewrapped
 
 Due = Callable[[int], bool]
 """Whether a checkpoint is due at a step; known `Captures.reach` steps before, and fixed from then on."""
@@ -189,7 +190,7 @@ def _sent(store: WeightStore, step: int) -> dict[tuple[int, int, int], dict[str,
 
 def copied(tensor: Tensor) -> Tensor:
     """A copy on the CPU with the same memory layout, from which operators choose the layout of their results."""
-    return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())
+    return rewrapped(tensor, lambda t: torch.empty_like(t, device="cpu", requires_grad=False).copy_(t.detach()))
 
 
 def _all_copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,28 +32,29 @@ from fxpipe.runtime.worker.executor import Executor
 
 @dataclass(frozen=True)
 class FinalTensor:
-    """A tensor of the final file: its names (the file has a copy under each) and the worker that holds it."""
+    """A tensor of the final file: its names there (the file has a copy under each) and the worker that holds it."""
 
+    name: str
     names: tuple[str, ...]
     spec: TensorSpec
     worker: int
 
 
 def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
-    """Every parameter and persistent buffer, in the order that all workers use."""
+    """Every parameter and saved buffer, in the order that all workers use."""
     for parameter in plan.parameters:
-        yield FinalTensor(parameter.names, parameter.tensor, parameter.owner)
+        yield FinalTensor(parameter.name, parameter.saved, parameter.tensor, parameter.owner)
     for buffer in plan.buffers:
-        if buffer.persistent:
-            yield FinalTensor(buffer.names, buffer.tensor, buffer_worker(buffer))
+        if buffer.saved:
+            yield FinalTensor(buffer.name, buffer.saved, buffer.tensor, buffer_worker(buffer))
 
 
 def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor] | None = None) -> Tensor:
     """The tensor as `executor`'s worker holds it, or its average where there is one."""
-    if averages is not None and tensor.names[0] in averages:
-        return averages[tensor.names[0]]
-    parameter = executor.store.parameters.get(tensor.names[0])
-    return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
+    if averages is not None and tensor.name in averages:
+        return averages[tensor.name]
+    parameter = executor.store.parameters.get(tensor.name)
+    return executor.buffers[tensor.name] if parameter is None else parameter.detach()
 
 
 def averages_of(executors: Sequence[Executor]) -> list[dict[str, Tensor]] | None:

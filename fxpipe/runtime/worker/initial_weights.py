@@ -67,8 +67,7 @@ def initial_weights(
         if worker == 0:
             for warning in checkpoint.warnings:
                 warn(warning)
-        persistent = [b for b in buffers if b.persistent]
-        found = dict(checkpoint.read([*parameters, *persistent], device))
+        found = dict(checkpoint.read([*parameters, *(b for b in buffers if b.saved)], device))
     elif plan.weights.meta and parameters:
         found = initialised(plan, parameters, task.model, seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]

@@ -1,0 +1,166 @@
+"""Frozen weights in the packed forms of libraries, under adapters: equal to eager PyTorch, and back into its model.
+
+That packed weights keep the law on every axis is in `tests/law` (`model=packed`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packed_tensors
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CaptureError
+
+STEPS = 3
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, use_cache=False, **sizes))
+
+
+def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    modules = [m for m in model.modules() if m is not model]  # lm_head stays
+    return [(m, name, child) for m in modules for name, child in m.named_children() if type(child) is nn.Linear]
+
+
+def _bitsandbytes(model: nn.Module, bits: int = 4, kind: str = "nf4") -> nn.Module:
+    import bitsandbytes as bnb
+
+    for module, name, linear in _linears(model):
+        size: Any = (linear.in_features, linear.out_features, False)
+        if bits == 4:
+            packed: nn.Module = bnb.nn.Linear4bit(*size, compute_dtype=torch.float32, quant_type=kind)
+        else:
+            packed = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
+        packed.load_state_dict(linear.state_dict())
+        setattr(module, name, packed.to("cpu"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = bits == 4, bits == 8  # type: ignore[assignment]
+    return model.requires_grad_(False)
+
+
+def _torchao(model: nn.Module, kind: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao import quantization
+
+        chosen = {id(linear) for *_, linear in _linears(model)}
+        quantization.quantize_(model, getattr(quantization, kind)(), lambda module, name: id(module) in chosen)
+    return model.requires_grad_(False)
+
+
+def _peft(model: nn.Module, **more: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | more
+    return get_peft_model(model, LoraConfig(**config))
+
+
+class NF4(nn.Module):
+    """torchao's own layer, which dequantizes again in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32)
+        self.packed = nn.ParameterList(self._packed(nn.Linear(64, 64).weight) for _ in range(2))
+        self.adapters = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    @staticmethod
+    def _packed(weight: Tensor) -> nn.Parameter:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        return nn.Parameter(to_nf4(weight.detach(), 64, 16), requires_grad=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        x = self.embed(input_ids)
+        for weight, adapter in zip(self.packed, self.adapters, strict=True):
+            x = x + torch.tanh(linear_nf4(x, weight) + adapter(x))
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def _seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return NF4()
+
+
+def _checkpointed() -> nn.Module:
+    model: Any = _bitsandbytes(_llama())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return _peft(model)
+
+
+PACKED: dict[str, Callable[[], nn.Module]] = {
+    "bitsandbytes, fp4, and a trained head": lambda: _peft(
+        _bitsandbytes(_llama(), 4, "fp4"), modules_to_save=["lm_head"]
+    ),
+    "bitsandbytes, nf4, DoRA": lambda: _peft(_bitsandbytes(_llama()), use_dora=True),
+    "bitsandbytes, nf4, checkpointed": _checkpointed,
+    "bitsandbytes, 8 bits": lambda: _peft(_bitsandbytes(_llama(), 8)),
+    "torchao, nf4": _seeded,
+    "torchao, int8": lambda: _peft(_torchao(_llama(), "Int8WeightOnlyConfig")),
+    "torchao, float8": lambda: _peft(_torchao(_llama(), "Float8WeightOnlyConfig")),
+}
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [{"input_ids": (ids := torch.randint(32, (4, 8), generator=draw)), "labels": ids} for _ in range(STEPS)]
+
+
+def _optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("make", PACKED.values(), ids=PACKED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_packed_model_trains_as_in_eager_pytorch(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """On two workers, to the bit; its file loads into the user's own model, and names are its own."""
+    model, batches = make(), _batches()
+    build = fxpipe.compile(
+        model, _loss, batches[0], workers=2, schedule="1f1b", microbatches=1, cost="analytic", optimizer=_optimizer
+    )
+    packed = [row for row in build.plan.tensors if row.tensor.dtype in ("uint8", "int8", "float8_e4m3fn")]
+    assert packed, "packed bytes are what stages own"
+    pipeline = build.local(optimizer=_optimizer)
+    losses = [float(pipeline.step(batch)) for batch in batches]
+    optimizer, wanted = _optimizer(list(model.named_parameters())), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        wanted.append(float(loss))
+    assert losses == wanted
+    state = pipeline.state_dict()
+    theirs = {part for name, value in model.state_dict().items() for part, _ in packed_tensors.parts(name, value)}
+    assert state.keys() == theirs
+    other = make()
+    fxpipe.load_weights(other, state)
+    assert float(_loss(other, batches[0])) == float(_loss(model, batches[0]))
+
+
+def test_a_packed_weight_that_is_trained_is_refused() -> None:
+    model = packed_tensors.adapted()
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(CaptureError, match=r"1\.weight is trained, and is a Packed, which wraps") as caught:
+        fxpipe.capture(model, lambda m, x: m(x).square().mean(), torch.randn(4, 6))
+    assert "requires_grad_(False)" in str(caught.value)
