@@ -73,7 +73,7 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def captured(model: Any, step: Any, batch: Any, **more: Any) -> Any:
-        if step.__self__.case.fades:  # the program has the value of a tensor that hooks have changed since
+        if step.__self__.fades:  # the program has the value of a tensor that hooks have changed since
             return capture(model, step, batch, **more)
         compared = {name: value for name, value in more.items() if name != "hooks"}
         leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves(batch)]
@@ -84,9 +84,6 @@ def _once(capture: Callable[..., Any]) -> Callable[..., Any]:
             case.attributes,
             task.weighed,
             case.precision,
-            case.shapes,
-            case.state,
-            case.own,
             task.device,
             step.__name__,
             str(leaves),

@@ -294,6 +294,9 @@ class Task:
 
     def __init__(self, case: Case) -> None:
         self.case, self.of = case, MODELS[case.model]
+        # What the step reads of the case: it is captured once for all cases that are alike in that.
+        self.fades, self.plain = case.fades, case.batches == "plain"
+        self.weighed = case.model == "texts" and case.shapes != "padded"
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -315,15 +318,14 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = opaque if self.weighed else self.of.loss
-        plain = self.case.batches == "plain"
-        given = batch["given"] if plain else batch
-        if self.case.fades and self.case.model == "chain":
+        given = batch["given"] if self.plain else batch
+        if self.fades and self.case.model == "chain":
             found: Any = F.mse_loss(model(given[0], self.strength), given[1])
         else:
             found = loss(model, given)
-        factor = batch["rise"] / 2 + batch["step"] ** 2 if plain else 1
-        factor = factor * self.strength if self.case.fades else factor
-        if not (plain or self.case.fades):
+        factor = batch["rise"] / 2 + batch["step"] ** 2 if self.plain else 1
+        factor = factor * self.strength if self.fades else factor
+        if not (self.plain or self.fades):
             return found
         return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
 
@@ -338,10 +340,6 @@ class Task:
 
     def fading_data(self) -> Fading:
         return Fading(self)
-
-    @property
-    def weighed(self) -> bool:
-        return self.case.model == "texts" and self.case.shapes != "padded"
 
     @property
     def draws(self) -> bool:
