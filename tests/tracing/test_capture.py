@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,6 @@ from fxpipe.errors import CaptureError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.part_call import ReadyComm
-
-Pair = collections.namedtuple("Pair", "x y")
 
 
 def batch(*shape: int) -> tuple[Tensor, Tensor]:
@@ -205,10 +202,6 @@ def test_a_loss_may_ask_for_the_gradient_of_its_batch() -> None:
     model = made(lambda: Around(nn.Tanh()))
     build = fxpipe.compile(model, penalty, batch(), workers=2, cost="analytic")
     assert compare_with_eager(build, model, penalty, batch()).largest < 1e-5
-
-
-def test_a_namedtuple_batch() -> None:
-    check(Feature("pair", nn.Tanh, lambda m, b: F.mse_loss(m(b.x), b.y), lambda size: Pair(*batch())))
 
 
 def test_a_loss_that_is_a_parameter() -> None:
