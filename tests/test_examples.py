@@ -13,7 +13,11 @@ import pytest
 from commands import fxpipe
 from families.entry import define_torchvision_ops
 
-NEEDS = {"lightning_adapter.py": ("lightning", "torchmetrics"), "trainer_adapter.py": ("transformers", "accelerate")}
+NEEDS = {
+    "lightning_adapter.py": ("lightning", "torchmetrics"),
+    "qlora.py": ("bitsandbytes", "peft"),
+    "trainer_adapter.py": ("transformers", "accelerate"),
+}
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -148,6 +152,7 @@ def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
             "lightning_adapter.py",
             ("the last one of 16 rows", "Lightning after step 78", "best weights: f1 0.8023 of step"),
         ),
+        ("qlora.py", ("as PeftModel.from_pretrained loads them",)),
         ("trainer_adapter.py", ("the last one of 16 rows", "early end: Trainer after step", "best weights: f1 ")),
     ],
 )
@@ -182,3 +187,14 @@ def test_a_residual_lstm_learns_with_one_operator_a_layer(tmp_path: Path) -> Non
     assert sum(p.read_text().count("recurrent_layer.default(") for p in (tmp_path / "build").glob("stage_*.py")) == 6
     summary = fxpipe("run", tmp_path / "build", "--steps", "50", "--out", tmp_path / "out", "--json").json
     assert summary["evaluation"]["loss"] < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_forces_in_the_loss_are_learned(tmp_path: Path) -> None:
+    """Its backward has second derivatives."""
+    verified = compiled("forces.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
+    assert verified["loss"] == max(verified["gradients"].values()) == 0
+    run = ("run", tmp_path / "build", "--steps", "300", "--json", "--out", tmp_path / "out")
+    losses = fxpipe(*run).json["losses"]
+    assert sum(losses[-20:]) < 0.2 * sum(losses[:20])

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +130,16 @@ def stage_line(error: BaseException, path: Path) -> str | None:
 
 
 def _refuse_unknown_operators(source: bytes, path: Path) -> None:
-    """Raise BuildError for a call of an operator that is not registered in this process."""
+    """Raise BuildError for a call of an operator that is not registered in this process.
+
+    A package that has the name of the operator's library, such as bitsandbytes, registers it when it is imported.
+    """
     import torch
 
     for number, line in enumerate(source.decode().splitlines(), start=1):
         for library, operator in re.findall(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(", line):
+            if not hasattr(getattr(torch.ops, library), operator) and find_spec(library) is not None:
+                import_module(library)
             if not hasattr(getattr(torch.ops, library), operator):
                 raise BuildError(
                     f"the stage calls the operator {library}::{operator}, which is not registered in this process",

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from fxpipe.torch_private import is_traceable_wrapper_subclass
 
+CPU_FORM = "support_avx512bf16_for_cpu"
+"""The attribute by which bitsandbytes' layers of 4 bits, in eval mode, pack their weights for the CPU anew."""
+
 
 def wraps(value: Any) -> bool:
     """Whether a value is a tensor that wraps others."""

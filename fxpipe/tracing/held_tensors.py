@@ -23,7 +23,7 @@ from torch import nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.bf16_parameters import COMPUTED, KEPT, check_parameters, narrowed
-from fxpipe.task.wrapped_tensors import attributes_held, pack_now, packs, plain_tensors, rewrapped, wraps
+from fxpipe.task.wrapped_tensors import CPU_FORM, attributes_held, pack_now, packs, plain_tensors, rewrapped, wraps
 from fxpipe.torch_private import (
     BUFFERS,
     PARAMETERS,
@@ -197,6 +197,8 @@ class HeldTensors:
                     for name, value in list(module.__dict__.items()):
                         if name not in _INTERNAL or name in _REGISTERED:
                             module.__dict__[name] = self._filled(value, filled)
+                    if CPU_FORM in module.__dict__:
+                        module.__dict__[CPU_FORM] = False
                 before = self.python.snapshot()
                 yield
                 self._refuse_new()

@@ -32,7 +32,7 @@ def test_adapters_are_trained_and_saved_alone(tmp_path: Path, monkeypatch: pytes
     )
     LlamaForCausalLM(config).save_pretrained("base")
     shutil.copy(ROOT / "examples" / "hf_llama.py", tmp_path)
-    code, loads = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    code, loads, _ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     (tmp_path / "lora.py").write_text(code)
     losses = {}
     for build, *options in (("build", "--verify"), ("meta", "--meta")):

@@ -68,7 +68,7 @@ def test_they_are_plain_json(found: dict[str, Any]) -> None:
 
 def test_what_each_pass_did(found: dict[str, Any]) -> None:
     names = [line.split()[0] for line in found["build"]["passes"]]
-    assert names[0] == "fold"
+    assert next(name for name in names if name != "next_to") == "fold"  # that is first where there are microbatches
     assert "codegen" in names
 
 

@@ -95,3 +95,17 @@ def test_an_error_at_import_has_its_line(tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="No such file"):
         load_stage(tmp_path / "stage_0.py", spec())
+
+
+def test_an_operator_comes_with_the_package_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else imports it in a worker's process; where there is none, the error names the operator."""
+    source = SOURCE.replace("x @ w + v", "torch.ops.packs_weights.twice.default(x) @ w + v")
+    with pytest.raises(BuildError, match="operator packs_weights::twice, which is not registered"):
+        load_stage(write(tmp_path, source), spec(source))
+    package = tmp_path / "lib" / "packs_weights"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        'import torch\ntorch.library.define("packs_weights::twice", "(Tensor x) -> Tensor")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    assert load_stage(write(tmp_path, source), spec(source)).functions.keys() == {"F", "B"}
