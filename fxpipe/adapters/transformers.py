@@ -289,7 +289,7 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
         load_weights(module, weights)
     except SafetensorError as error:
         raise TaskError(f"{weights} cannot be read: {error}", hint="give OUT/model.safetensors") from error
-    except (KeyError, RuntimeError) as error:
+    except (TaskError, RuntimeError) as error:
         raise TaskError(f"{weights} does not fit the model: {error}", hint="give the run's own model file") from error
     module.save_pretrained(folder)  # type: ignore[operator]
     return module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.tree import Encoder, Unwritable
 from fxpipe.errors import RunError, listed
-from fxpipe.optimizer.state_outside import state_outside
+from fxpipe.optimizer.state_outside import of_library, state_outside
 from fxpipe.task.several_optimizers import parts_of
 from fxpipe.torch_private import SCHEDULERS, pytree
 from fxpipe.tracing.holders import Attributes, Content, Memory
@@ -222,7 +222,9 @@ class UnsavedState:
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, callbacks: Iterable[Any] = ()) -> None:
         keeps = scheduler is not None and scheduler_state(scheduler) is not None
         not_saved = [_LeftOut(part) for part in parts_of(optimizer)]
-        objects = [value for holder in not_saved for value in holder.read().values()]
+        objects = [
+            value for holder in not_saved for value in holder.read().values() if not holder.made_by_library(value)
+        ]
         things = [optimizer, *([scheduler] if keeps else [])]
         self._python = state_outside(things, [*objects, *callbacks], libraries=False)
         self._before = [*self._python.snapshot(), *((holder, holder.read()) for holder in not_saved)]
@@ -250,6 +252,11 @@ class _LeftOut(Attributes):
 
     def read(self) -> Content:
         return left_out(self.thing)
+
+    def made_by_library(self, value: Any) -> bool:
+        """Whether an object is of the package of an optimizer that is not the user's own: a cache, loaded kernels."""
+        packages = (type(each).__module__.partition(".")[0] for each in (value, self.thing))
+        return of_library(type(self.thing)) and len(set(packages)) == 1
 
     def write(self, content: Mapping[Any, Any]) -> None:
         """Do nothing: they are only read."""

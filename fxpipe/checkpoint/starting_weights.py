@@ -15,6 +15,7 @@ from fxpipe.checkpoint.shard import INDEX
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.plan import BufferSpec, ParameterSpec, Plan
+from fxpipe.task.wrapped_tensors import SCALES
 from fxpipe.typed_json import convert, explained, parse
 
 Row = ParameterSpec | BufferSpec
@@ -64,8 +65,8 @@ class Checkpoint:
         for row in rows:
             name = next((n for n in (*row.saved, *row.names) if n in tensors), None)
             if name is None:
-                if isinstance(row, ParameterSpec):
-                    missing.append(row.name)
+                if isinstance(row, ParameterSpec) or any(end in part for part in row.saved for end in SCALES):
+                    missing.append(row.saved[0])
                 continue
             file, shape, dtype = tensors[name]
             if shape != row.tensor.shape:

@@ -163,9 +163,9 @@ class Decoder:
         return DTYPES[held]
 
     def _wrapper(self, body: dict[str, Any]) -> Tensor:
-        """Of a class that is loaded: a checkpoint imports nothing."""
+        """Make a wrapper of a class that is already imported: a checkpoint imports nothing, a lazy package neither."""
         module, _, name = body["class"].rpartition(".")
-        kind = getattr(sys.modules.get(module), name, None)
+        kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
         if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
             raise ValueError(f"{body['class']!r} is no class of tensors that is imported")
         inner = {name: self(each) for name, each in body["tensors"].items()}

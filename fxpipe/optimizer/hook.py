@@ -52,6 +52,12 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
                 "checkpoints know",
                 hint=f"use {kind.removeprefix('Paged')}: with --shard optimizer replicas share its state out",
             )
+        if getattr(getattr(part, "mng", None), "module_weight_config_triple", None):  # of bitsandbytes
+            raise OptimizerRefused(
+                "register_module_override() sets options of single parameters, which it finds by objects of the "
+                "model that workers do not have",
+                hint="put these parameters into a group of their own in optimizer(named_parameters)",
+            )
     if not any(group["params"] for group in optimizer.param_groups):
         return None
     if modules := _reached(optimizer):

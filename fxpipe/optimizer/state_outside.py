@@ -30,15 +30,14 @@ def state_outside(things: Iterable[Any], others: Iterable[Any] = (), libraries: 
     """
     every = [part for thing in things for part in _parts(thing)]
     passed = [value for part in every for value in (part, *vars(part).values())]
-    roots = [root for part in every for root in (type(part), *_functions(vars(part).values()))]
-    reached = [root for root in (*roots, *others) if libraries or not _of_library(root)]
-    return PythonState(nn.Module(), reached, [item for item in passed if not callable(item)])
+    classes = [type(part) for part in every if libraries or not of_library(type(part))]
+    roots = [root for part in every for root in _functions(vars(part).values())]
+    return PythonState(nn.Module(), [*classes, *roots, *others], [item for item in passed if not callable(item)])
 
 
-def _of_library(root: Any) -> bool:
-    """Whether it is a class, a function, or an object of a class, of an installed package."""
-    name = getattr(root, "__module__", None) or "builtins"
-    return name != "builtins" and not is_own(getattr(sys.modules.get(name), "__file__", None))
+def of_library(kind: type) -> bool:
+    """Whether a class is of Python, or of an installed package."""
+    return not is_own(getattr(sys.modules.get(kind.__module__), "__file__", None))
 
 
 def _parts(thing: Any) -> Iterator[Any]:

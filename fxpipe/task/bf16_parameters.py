@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError, listed
-from fxpipe.task.wrapped_tensors import wraps
+from fxpipe.task.wrapped_tensors import is_packed
 from fxpipe.torch_private import NormBase
 
 KEPT, COMPUTED = torch.float32, torch.bfloat16
@@ -17,7 +17,7 @@ def check_parameters(model: nn.Module) -> None:
     others = [
         f"{name} ({str(p.dtype).removeprefix('torch.')})"
         for name, p in model.named_parameters()
-        if p.dtype not in (KEPT, COMPUTED) and (p.is_floating_point() or p.is_complex())
+        if p.dtype not in (KEPT, COMPUTED) and (p.is_floating_point() or p.is_complex()) and not is_packed(p)
     ]
     if others:
         raise CaptureError(
@@ -30,13 +30,13 @@ def narrowed(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that are to become bfloat16; none if the model has bfloat16 parameters already.
 
     Batch and instance norms stay as they are, as under autocast: small changes of their statistics would be lost. So
-    do tensors that wrap others: another type would unpack them.
+    do packed weights: another type would unpack them.
     """
-    if any(p.dtype == COMPUTED for p in model.parameters()):
+    if any(p.dtype == COMPUTED and not is_packed(p) for p in model.parameters()):
         return []
     modules = [module for module in model.modules() if not isinstance(module, NormBase)]
     held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    return [tensor for tensor in held if tensor.is_floating_point() and not wraps(tensor)]
+    return [tensor for tensor in held if tensor.is_floating_point() and not is_packed(tensor)]
 
 
 def narrow(model: nn.Module, *, trained: bool = True) -> None:

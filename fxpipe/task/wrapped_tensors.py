@@ -8,21 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fxpipe.errors import TaskError, listed
 from fxpipe.torch_private import is_traceable_wrapper_subclass
 
 CPU_FORM = "support_avx512bf16_for_cpu"
 """The attribute by which bitsandbytes' layers of 4 bits, in eval mode, pack their weights for the CPU anew."""
 
 
+SCALES = (".absmax", ".quant_map", ".nested_", ".quant_state.")
+PACKING = (*SCALES, "_format")
+"""How the names go on under which bitsandbytes saves how a weight is packed: `weight.absmax`, `weight_format`."""
+
+
 def wraps(value: Any) -> bool:
     """Whether a value is a tensor that wraps others."""
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether it is a weight in a packed form, whose type says how it is stored, and not in what it computes."""
+    return wraps(tensor) or getattr(tensor, "quant_state", None) is not None
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -36,7 +48,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def attributes_held(value: Any) -> dict[str, Any]:
     """The attributes of an object that only holds them: of no tensor, module, function or class."""
-    if isinstance(value, (type, nn.Module, Tensor)) or callable(value):
+    if isinstance(value, (type, ModuleType, nn.Module, Tensor)) or callable(value):
         return {}
     return getattr(value, "__dict__", {})
 
@@ -47,11 +59,16 @@ def packs(value: Any) -> bool:
 
 
 def pack_now(model: nn.Module) -> None:
-    """Let bitsandbytes' modules of 8 bits do now what their first forward would do: move scales into their state."""
+    """Let bitsandbytes' modules of 8 bits do now what their first forward would do: move scales into their state.
+
+    Those of 4 bits that have run in eval mode get the form of train mode.
+    """
     for module in model.modules():
-        init = getattr(module, "init_8bit_state", None)
+        init, state = getattr(module, "init_8bit_state", None), getattr(module, "quant_state", None)
         if init is not None and getattr(module.weight, "CB", None) is not None:
             init()
+        if getattr(state, "packing_format_for_cpu", False):
+            module.state_dict()  # brings the weight back into the form that it was trained in
 
 
 def rewrapped(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
@@ -74,20 +91,39 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
             `name.part`.
 
     Raises:
-        KeyError: there is no tensor of a name.
+        TaskError: names, shapes or types are not the model's, which is then unchanged.
+        RuntimeError: the same, of a model without packed weights.
     """
     tensors = weights if isinstance(weights, Mapping) else load_file(weights)
-    if not any(wraps(parameter) or hasattr(parameter, "quant_state") for parameter in model.parameters()):
+    pack_now(model)
+    states = [module.state for module in model.modules() if hasattr(module, "init_8bit_state")]
+    held = [*model.parameters(), *model.buffers(), *(t for s in states for t in vars(s).values())]
+    if not states and not any(wraps(tensor) or hasattr(tensor, "quant_state") for tensor in held):
         model.load_state_dict(tensors)
         return
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    live, names = {id(tensor) for tensor in held}, dict[int, str]()
+    places: dict[str, Tensor | None] = {}  # None: how a weight is packed
+    for name, value in model.state_dict(keep_vars=True).items():
+        names[id(value)] = name
+        for part, plain in plain_tensors(name, value):
+            places[part] = plain if id(value) in live else None
+    wrong = [f"{name} is missing" for name in places if name not in tensors]
+    wrong += [f"{name} is not in the model" for name in tensors if name not in places]
+    for name, place in places.items():
+        value = tensors.get(name)
+        if place is None and not any(end in name for end in PACKING):
+            wrong.append(f"{name} is a copy that a hook of the state dict makes")
+        elif place is not None and value is not None and (value.shape, value.dtype) != (place.shape, place.dtype):
+            wrong.append(f"{name} is {value.dtype}{list(value.shape)}, not {place.dtype}{list(place.shape)}")
+    if wrong:
+        raise TaskError(f"the weights do not fit the model: {listed(wrong, 4)}", hint="make the model that was trained")
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
-            for plain_name, plain in plain_tensors(name, value) if id(value) in held else ():
-                plain.copy_(tensors[plain_name])
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            state, prefix = getattr(parameter, "quant_state", None), f"{name}."
-            if state is not None:  # of bitsandbytes
-                parts = {key.removeprefix(prefix): part for key, part in tensors.items() if key.startswith(prefix)}
-                parameter.quant_state = module.quant_state = type(state).from_dict(parts, parameter.device)
+        for name, place in places.items():
+            if place is not None:
+                place.copy_(tensors[name])
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            state, prefix = getattr(parameter, "quant_state", None), f"{names.get(id(parameter))}."
+            if state is not None:
+                parts = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+                parameter.quant_state = module.quant_state = type(state).from_dict(parts, parameter.device)  # type: ignore[attr-defined]

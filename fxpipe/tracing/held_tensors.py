@@ -23,7 +23,16 @@ from torch import nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.bf16_parameters import COMPUTED, KEPT, check_parameters, narrowed
-from fxpipe.task.wrapped_tensors import CPU_FORM, attributes_held, pack_now, packs, plain_tensors, rewrapped, wraps
+from fxpipe.task.wrapped_tensors import (
+    CPU_FORM,
+    PACKING,
+    attributes_held,
+    pack_now,
+    packs,
+    plain_tensors,
+    rewrapped,
+    wraps,
+)
 from fxpipe.torch_private import (
     BUFFERS,
     PARAMETERS,
@@ -108,7 +117,7 @@ class HeldTensors:
         for name, tensor in outside.items():
             self._add(name, tensor)
         self._refuse_overlaps()
-        self.saved = self._saved_names(tuple(name for name, p in parameters if not p.requires_grad))
+        self.saved = self._saved_names()
         self.params = params
         self.cast: set[int] = set()  # the rows that are kept in float32, and computed with in bfloat16
         self.rounded: set[int] = set()  # those kept in bfloat16, though the model has them in another type
@@ -309,20 +318,24 @@ class HeldTensors:
         self._row_of[id(tensor)] = tensor, row
         return row
 
-    def _saved_names(self, frozen: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The names of each row in `state_dict()`, whose hooks may give others; () if it is not there.
+    def _saved_names(self) -> list[tuple[str, ...]]:
+        """The names of each row in `state_dict()`; () if it is not there.
 
-        What is in it under the name of a frozen parameter and is no tensor of the model, such as how a weight is packed
-        (`weight.quant_state…`, `weight_format`), gets a row.
+        A hook of the state dict may rename a tensor, which is then found by its memory, or copy it, found by its name.
+        How a frozen weight is packed (`weight.quant_state…`, `weight_format`) is no tensor of the model: it gets a row.
         """
-        saved: dict[int, list[str]] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            for plain_name, plain in plain_tensors(name, tensor) if isinstance(tensor, torch.Tensor) else ():
-                row = self._rows.get(_identity(plain))
-                if row is None and name.startswith(frozen):
-                    row = self._add(plain_name, plain.detach())
-                if row is not None:
-                    saved.setdefault(row, []).append(plain_name)
+        state = [plain for name, value in self.model.state_dict(keep_vars=True).items()
+                 if isinstance(value, torch.Tensor) for plain in plain_tensors(name, value)]  # fmt: skip
+        by_name = {name: row for row, names in enumerate(self.names) for name in names}
+        rows = {name: self._rows.get(_identity(tensor), by_name.get(name)) for name, tensor in state}
+        frozen = tuple(n for n, row in rows.items() if row is not None and not self.values[row].requires_grad)
+        packing = tuple(f"{name}{end}" for name in frozen for end in PACKING)
+        for name, tensor in state:
+            if rows[name] is None and name.startswith(packing):
+                rows[name] = self._add(name, tensor.detach())
+        saved: dict[int | None, list[str]] = {}
+        for name, row in rows.items():
+            saved.setdefault(row, []).append(name)
         return [tuple(saved.get(row, ())) for row in range(len(self.names))]
 
     def _add_wrapper(self, name: str, tensor: torch.Tensor) -> int:
@@ -330,6 +343,12 @@ class HeldTensors:
             raise CaptureError(
                 f"{name} is trained, and is a {type(tensor).__name__}, which wraps other tensors",
                 hint="freeze it (requires_grad_(False)) and train adapters; or train a plain tensor",
+                page="tensor-kinds",
+            )
+        if tensor.is_meta:
+            raise CaptureError(
+                f"{name} is a {type(tensor).__name__}, which wraps other tensors, and has no values (--meta)",
+                hint="compile without --meta",
                 page="tensor-kinds",
             )
         rows = [self._add(*plain) for plain in plain_tensors(name, tensor)]
@@ -393,10 +412,10 @@ class HeldTensors:
         """
         stand_in = self.stand_ins[id(tensor)]
         attributes = vars(stand_in)
-        if wraps(tensor):
-            return dict(attributes)
         users = {key: self._filled(held, filled) for key, held in vars(tensor).items() if key not in attributes}
         attributes.update(users)
+        if wraps(tensor):
+            return dict(attributes)  # it has the methods of its class
         kind = type(tensor)
         names = sorted(set(dir(kind)).difference(dir(nn.Parameter)))
         members = [(name, inspect.getattr_static(kind, name)) for name in names]

@@ -24,6 +24,7 @@ from torch import nn
 
 from fxpipe import user_lines
 from fxpipe.plan.user_files import WatchedSpec
+from fxpipe.task.batch import unusual
 from fxpipe.task.first_batches import values_kept
 from fxpipe.torch_private import BUFFERS, MODULES, PARAMETERS
 from fxpipe.tracing import holders
@@ -315,7 +316,7 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 def _memory(value: Any) -> int:
     """Where the memory of a tensor or an array begins; 0 for anything else, and for tensors that are trained."""
     tensor = as_tensor(value)
-    if tensor is None or isinstance(value, nn.Parameter) or tensor.requires_grad or tensor.layout != torch.strided:
+    if tensor is None or isinstance(value, nn.Parameter) or tensor.requires_grad or unusual(tensor):
         return 0
     while isinstance(base := getattr(value, "base", None), type(value)) and not isinstance(value, torch.Tensor):
         value = base

@@ -62,6 +62,19 @@ def test_a_wrapper_is_written_as_what_it_wraps() -> None:
         Decoder(encoder.tensors.__getitem__)(body)
 
 
+def test_options_of_single_parameters_are_refused() -> None:
+    from bitsandbytes.optim import AdamW, GlobalOptimManager
+
+    build = fxpipe.compile(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.randn(2, 4), workers=1, cost="analytic")
+    manager = GlobalOptimManager.get_instance()
+    manager.register_module_override(nn.Linear(2, 2), "weight", {"lr": 0.5})
+    try:
+        with pytest.raises(OptimizerRefused, match="finds by objects of the model that workers do not have"):
+            build.local(optimizer=lambda named: AdamW([p for _, p in named]))
+    finally:
+        manager.module_weight_config_triple.clear()
+
+
 def test_a_paged_optimizer_is_refused_with_its_name() -> None:
     from bitsandbytes.optim import PagedAdamW8bit
 

@@ -231,7 +231,7 @@ def test_a_decision_is_one_note_a_step_to_the_process_before(tmp_path: Path, cal
     run = ("run", built(tmp_path, TELLING), "--schedule", "1f1b", "--steps", 12, "--clip-norm", 1)
     assert fxpipe(*run, "--out", tmp_path / "out").code == 0
     told = [calls(called, rank) for rank in range(3)]
-    last = {"up": 10, "loss for all": 20, "on_step": 9}  # that of this step is told when it is over
+    last = {"up": 10, "loss": 20, "on_step": 9}  # that of this step is told when it is over
     assert told == [[[{"down": 10}]], [[{"up": 10, "down": 10, "on_step": 9}]], [[last]]]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import packed_tensors
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import CaptureError
+from fxpipe.errors import BuildError, CaptureError, TaskError
 
 STEPS = 3
 
@@ -164,3 +165,52 @@ def test_a_packed_weight_that_is_trained_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"1\.weight is trained, and is a Packed, which wraps") as caught:
         fxpipe.capture(model, lambda m, x: m(x).square().mean(), torch.randn(4, 6))
     assert "requires_grad_(False)" in str(caught.value)
+
+
+def _built(model: nn.Module, **more: Any) -> fxpipe.Build:
+    batch = torch.randn(4, 6)
+    return fxpipe.compile(model, lambda m, x: m(x).square().mean(), batch, workers=2, cost="analytic", **more)
+
+
+def test_what_hangs_on_a_wrapper_is_there_when_it_is_traced() -> None:
+    class Scaled(packed_tensors.Adapted):
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.weight, nn.Parameter)
+            return super().forward(x) * getattr(self.weight, "factor", 1.0)
+
+    model = nn.Sequential(Scaled(6), nn.Linear(6, 5))
+    model[0].weight.factor = 3.0  # type: ignore[union-attr,assignment]
+    batch = torch.randn(4, 6)
+    loss = _built(model, schedule="1f1b").local().step(batch)
+    assert float(loss) == pytest.approx(float(model(batch).square().mean()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_8_bits_load_into_the_model_that_was_captured() -> None:
+    import bitsandbytes as bnb
+
+    model = nn.Sequential(nn.Linear(6, 6), bnb.nn.Linear8bitLt(6, 6, has_fp16_weights=False).to("cpu"), nn.Linear(6, 5))
+    model[1].requires_grad_(False)
+    state = _built(model).local().state_dict()
+    fxpipe.load_weights(model, state)
+    with pytest.raises(TaskError, match=r"0\.bias is missing, more is not in the model"):
+        fxpipe.load_weights(
+            model, {name: value for name, value in state.items() if name != "0.bias"} | {"more": state["0.bias"]}
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_is_packed_in_another_form_is_refused(tmp_path: Path) -> None:
+    import bitsandbytes as bnb
+
+    def model(seed: int, kind: str) -> nn.Module:
+        torch.manual_seed(seed)
+        packed = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type=kind).to("cpu")
+        return nn.Sequential(nn.Linear(6, 64), packed.requires_grad_(False), nn.Linear(64, 5))
+
+    build, other = _built(model(0, "nf4")), _built(model(0, "fp4"))
+    save_file(other.local().state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(BuildError, match=r"the checkpoint does not fit|packed in another form"):
+        build.local(weights=str(tmp_path / "other.safetensors"))
+    save_file(build.local().state_dict(), tmp_path / "own.safetensors")
+    build.local(weights=str(tmp_path / "own.safetensors"))

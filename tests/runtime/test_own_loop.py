@@ -319,7 +319,7 @@ def test_a_call_is_one_note_to_the_next_and_a_loss_one_to_each(toy: Any, tmp_pat
     build = toy(**THREE).save(tmp_path / "build")
     code, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=TELLING.strip()))
     assert code == 0, written
-    for rank, told in enumerate([{"call": 5}, {"call": 5}, {"loss for all": 8}]):  # four steps and a flush
+    for rank, told in enumerate([{"call": 5}, {"call": 5}, {"loss": 8}]):  # four steps and a flush
         assert f"worker {rank}: {told}\n" in written
 
 

@@ -111,6 +111,8 @@ class Losses:
         if minibatch <= self._begun:
             return
         self._begun = minibatch
+        if not self._receives and self._computer is None:
+            return
         self._steps[minibatch] = self._coming[minibatch] = StepLoss(lambda: self._await(minibatch), self._names)
         if self._receives:
             self._transport.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))

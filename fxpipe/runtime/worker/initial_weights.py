@@ -68,11 +68,26 @@ def initial_weights(
             for warning in checkpoint.warnings:
                 warn(warning)
         found = dict(checkpoint.read([*parameters, *(b for b in buffers if b.saved)], device))
+        _check_packing(found, buffers, folder / plan.weights.file, checkpoint)
     elif plan.weights.meta and parameters:
         found = initialised(plan, parameters, task.model, seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
     rest = [(row.name, row.tensor) for row in rows if row.name not in found]
     return found | read_tensors(folder / plan.weights.file, rest, device)
+
+
+def _check_packing(
+    found: Mapping[str, Tensor], buffers: Sequence[BufferSpec], file: Path, checkpoint: Checkpoint
+) -> None:
+    """Refuse weights that bitsandbytes has packed in another form than the build's, which stages have as constants."""
+    packing = [(b.name, b.tensor) for b in buffers if any(".quant_state." in name for name in b.saved)]
+    for name, value in read_tensors(file, packing, "cpu").items() if packing else ():
+        if not torch.equal(value, found[name].cpu()):
+            raise BuildError(
+                f"{name.partition('.quant_state.')[0]} is packed in another form than in the build",
+                where=str(checkpoint.path),
+                hint="compile the model with these weights",
+            )
 
 
 def read_tensors(
