@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
     pack_now(model)
     states = [module.state for module in model.modules() if hasattr(module, "init_8bit_state")]
     held = [*model.parameters(), *model.buffers(), *(t for s in states for t in vars(s).values())]
-    if not states and not any(wraps(tensor) or hasattr(tensor, "quant_state") for tensor in held):
+    if not states and not any(map(is_packed, held)):
         model.load_state_dict(tensors)
         return
     live, names = {id(tensor) for tensor in held}, dict[int, str]()

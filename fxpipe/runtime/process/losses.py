@@ -124,8 +124,7 @@ class Losses:
 
     def update(self, executor: Executor, loss: MinibatchLoss | None) -> None:
         """A worker here has made an update, after which it may know a loss over all replicas: send it."""
-        if loss is not None:
-            self._take(executor, loss)
+        if self._take(executor, loss):
             self.send()
 
     def action(self, executor: Executor, loss: MinibatchLoss | None) -> None:
@@ -134,16 +133,18 @@ class Losses:
         So the device has more to compute while its losses are waited for.
         """
         self.send()
-        if loss is not None and self._take(executor, loss).here:
+        if self._take(executor, loss) and self._leaving[-1][1].here:
             self.send()
 
-    def _take(self, executor: Executor, loss: MinibatchLoss) -> ToCpu:
+    def _take(self, executor: Executor, loss: MinibatchLoss | None) -> bool:
+        """Take a loss that counts: replicas here have the same, or one of their own."""
+        if loss is None or executor is not self._computer:
+            return False
         numbers = ToCpu(loss.value.detach().reshape(-1).to(torch.float64))
-        if executor is self._computer:  # its replicas here have the same, or one of their own
-            self.newest = loss.value.reshape(-1)[0]
-            self._coming.pop(loss.minibatch).comes(numbers)
-            self._leaving.append((loss.minibatch, numbers))
-        return numbers
+        self.newest = loss.value.reshape(-1)[0]
+        self._coming.pop(loss.minibatch).comes(numbers)
+        self._leaving.append((loss.minibatch, numbers))
+        return True
 
     def send(self) -> None:
         """Send the losses that have not left, waiting for the device."""
