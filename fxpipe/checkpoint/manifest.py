@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from fxpipe.errors import CheckpointError, listed
 from fxpipe.files import digest
-from fxpipe.plan.signed import digest_of, read_signed, signed
+from fxpipe.plan.signed import Signed, read_signed
 from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
@@ -31,7 +30,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Signed, form=FORMAT):
     """The manifest of a checkpoint.
 
     Attributes:
@@ -68,18 +67,6 @@ class Manifest:
         for name, (within, texts) in values_of_options.items():
             if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) and within in t for t in texts):
                 raise CheckpointError(f"run has malformed {name}")
-
-    @property
-    def digest(self) -> str:
-        """The digest of this manifest, which is also in its file."""
-        return digest_of(self._body())
-
-    def to_json(self) -> str:
-        """One object, with the digest of everything else in it."""
-        return signed(self._body())
-
-    def _body(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
 def read_manifest(folder: Path) -> Manifest:

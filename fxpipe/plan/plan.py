@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fxpipe.plan.mesh import Mesh, OuterSpec
-from fxpipe.plan.signed import digest_of, signed
+from fxpipe.plan.signed import Signed
 from fxpipe.plan.spec import LOSS_SCALE, EdgeSpec, PadSpec, Phase, StageSpec, StepSpec, TensorSpec
 from fxpipe.plan.user_files import ModelFileSpec, WatchedSpec
 
@@ -111,7 +111,7 @@ class PrecisionSpec:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Signed, form=FORMAT):
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
     Attributes:
@@ -342,15 +342,3 @@ class Plan:
         """The trained parameters of a worker that one of its replicas updates."""
         updaters = self.updaters(worker)
         return tuple(p for p in self.owned(worker) if p.trained and updaters.get(p.name, replica) == replica)
-
-    @property
-    def digest(self) -> str:
-        """The digest that identifies this plan; `plan.json` has it too."""
-        return digest_of(self._body())
-
-    def to_json(self) -> str:
-        """Stable text: the same plan gives the same bytes; its own digest is inside it."""
-        return signed(self._body())
-
-    def _body(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fxpipe.errors import FxpipeError
 from fxpipe.typed_json import Malformed, parse
+
+
+class Signed:
+    """A dataclass that is the content of such a file, whose format has the number `form`."""
+
+    _form: ClassVar[int]
+
+    def __init_subclass__(cls, form: int) -> None:
+        cls._form = form
+
+    @property
+    def digest(self) -> str:
+        """The digest that identifies the content; the file has it, too."""
+        return digest_of(self._body())
+
+    def to_json(self) -> str:
+        """Stable text: the same content gives the same bytes; its own digest is inside it."""
+        return signed(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        return {"format": self._form, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
 
 def signed(body: dict[str, Any]) -> str:
