@@ -15,13 +15,14 @@ import click
 
 import fxpipe
 from fxpipe import engines as backends
-from fxpipe.cli.command import Command
+from fxpipe.cli.command import AbsolutePath, Command
 from fxpipe.cli.output import echo, note, print_columns, put, working
 from fxpipe.errors import BuildError
 from fxpipe.inspection.table import TEXT, WRITTEN, Column, Json, ShownTable
 from fxpipe.plan.build_folder import check_output
 from fxpipe.planner.device import links_toml
 from fxpipe.planner.quantity import size
+from fxpipe.runtime.wires.meeting import MOST_PORTS
 
 if TYPE_CHECKING:
     from fxpipe.measure.links import LinkReport
@@ -35,8 +36,25 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False), help="File for the links, for --links of compile and plan."
 )
+@click.option(
+    "--pair", metavar="HOST[:PORT]", help="Say what is wrong between this machine and that one, which runs the same."
+)
+@click.option("--build", type=AbsolutePath(file_okay=False), help="Build to compare on both machines, for --pair.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=1),
+    help="Seconds that the other machine has to begin, for --pair. [default: 300]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
+def doctor_command(
+    links: bool,
+    workers: int | None,
+    out: str | None,
+    pair: str | None,
+    build: str | None,
+    wait: float | None,
+    as_json: bool,
+) -> int:
     """Show versions, devices, transports and engines, and run a tiny self-test.
 
     torch-tested says whether fxpipe is tested with this version of torch.
@@ -48,12 +66,22 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     NCCL if every process has a CUDA device of its own, else over gloo; it says which, and why. Under torchrun these are
     the processes that it started, on one machine or on several.
 
+    With --pair, each of two machines names the other one: `fxpipe doctor --pair node1` on node0, and `--pair node0` on
+    node1. Both say what works and what to do about the rest: ports in both directions, the network interface, clocks,
+    versions, with --build the build, and what messages take. Exit code 1 if something is wrong.
+
     \b
     fxpipe doctor
     fxpipe doctor --json
     fxpipe doctor --links -o links.toml
     torchrun --nproc-per-node 2 --no-python fxpipe doctor --links
     """
+    if pair is not None:
+        if links:
+            raise click.UsageError("--pair measures links, too: leave out --links")
+        return _pair(pair, build, wait or 300.0, as_json)
+    if build is not None or wait is not None:
+        raise click.UsageError("--build and --wait need --pair")
     if links:
         return _links(workers, out, as_json)
     if workers is not None or out is not None:
@@ -69,6 +97,35 @@ def _print_report(report: Json) -> None:
         lines = [", ".join(value)] if isinstance(value, list) and key != "engines" else value
         for label, line in zip_longest([key], [lines] if isinstance(lines, str) else lines, fillvalue=""):
             echo(f"{label:<12} {line or 'none'}")
+
+
+def _pair(pair: str, build: str | None, wait: float, as_json: bool) -> int:
+    from fxpipe.measure.pair import PORT, Pair, facts_here
+
+    host, _, port = pair.partition(":")
+    if not host or not (port or "1").isdecimal() or not 0 < int(port or PORT) <= MOST_PORTS:
+        raise click.UsageError(f"--pair {pair!r} is no host, or host and port, such as node1 or 10.0.0.2:29501")
+    with working("looking at the pair") as say:
+        facts = facts_here()
+        if build is not None:
+            from fxpipe.plan.build_folder import load_plan
+            from fxpipe.runtime.options import RunOptions
+            from fxpipe.runtime.process.membership import facts_of
+
+            facts = facts_of(load_plan(build), RunOptions(build)) | facts
+        both = Pair(host, int(port or PORT), wait, facts, say)
+        findings = list(both.findings())
+    wrong = sum(finding.do is not None for finding in findings)
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    put({"findings": rows, "links": both.links, "wrong": wrong}, as_json, _print_findings)
+    return 1 if wrong else 0
+
+
+def _print_findings(facts: Json) -> None:
+    for finding in facts["findings"]:
+        echo(f"{'wrong' if finding['do'] else 'ok':<7}{finding['what']:<29}{finding['seen']}")
+        if finding["do"]:
+            echo(f"{'':<7}do: {finding['do']}")
 
 
 def _links(count: int | None, out: str | None, as_json: bool) -> int:
