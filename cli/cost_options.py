@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from fxpipe.errors import FxpipeError, ProfileError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import option
 from fxpipe.planner import quantity
-from fxpipe.planner.device import BUILT_IN, CPU, INFINITE, DeviceSpec, read_device_spec
+from fxpipe.planner.device import BUILT_IN, BUSES, CPU, INFINITE, DeviceSpec, read_device_spec
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 
@@ -21,12 +21,16 @@ class CostOptions:
     """The options as they were typed; `applied` reads them."""
 
     device_spec: str | None = option(
-        None, metavar="NAME|FILE", help=f"Compute the times of this device: {', '.join(BUILT_IN)}, or a TOML file."
+        None,
+        metavar="NAME|FILE",
+        help=f"Compute the times of this device: {', '.join(BUILT_IN)}, or a TOML file; or one for each worker.",
     )
     bandwidth: str | None = option(None, metavar="RATE", help="Bandwidth of every link, such as 10Gbit.")
     latency: str | None = option(None, metavar="TIME", help="Latency of every link, such as 50us.")
     links: str | None = option(
-        None, metavar="FILE", help="File with the speed of every link, as `fxpipe doctor --links -o FILE` measures it."
+        None,
+        metavar="NAME|FILE",
+        help=f"Links of a kind ({', '.join(BUSES)}), or a file that `fxpipe doctor --links -o FILE` has written.",
     )
     speed: str | None = option(
         None, metavar="LIST", help="Relative speed of each worker, such as 1,1,0.5. [default: all 1]"
@@ -45,26 +49,39 @@ class CostOptions:
 
         What was typed takes precedence over files, and --links over --device-spec. --bandwidth or --latency alone
         changes one value of `default_links`; a device that is not a CPU has the links between GPUs of one machine
-        instead. With `meta` times are computed, because nothing can be measured.
+        instead. Of several devices, costs are the first one's, and the others' speeds are relative to it. With `meta`
+        times are computed, because nothing can be measured.
         """
         cost, workers = options.cost, options.workers
         if meta and cost == "measured":
             raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
-        spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
+        spec, *others = (
+            [DeviceSpec()] if self.device_spec is None else map(read_device_spec, self.device_spec.split(","))
+        )
+        devices = [each.device for each in (spec, *others) if each.device is not None]
+        if others and len(devices) != workers:
+            raise click.UsageError(f"--device-spec gives {len(devices)} devices for {workers} workers")
         if spec.device is not None and cost == "measured":
             raise click.UsageError(
                 "--device-spec computes times, --cost measured measures them here: leave out --cost measured"
             )
         if spec.device is not None and spec.device.name != CPU.name:
             default_links = NCCL_NODE
-        device_memory = INFINITE if spec.device is None else spec.device.memory
+        each = devices if others else devices * workers
+        speeds = [device.speed_beside(each[0]) for device in each] or [1.0] * workers
         return replace(
             options,
             cost=cost or ("measured" if spec.device is None and not meta else "analytic"),
             device=spec.device,
             links=self._links(spec.links, workers, default_links) or (None if spec.device is None else default_links),
-            speeds=_each(self.speed, "--speed", _speed, 1.0, workers),
-            memory=_each(self.memory, "--memory", quantity.memory, device_memory, workers),
+            speeds=_each(self.speed, "--speed", _speed, speeds, workers),
+            memory=_each(
+                self.memory,
+                "--memory",
+                quantity.memory,
+                [device.memory for device in each] or [INFINITE] * workers,
+                workers,
+            ),
         )
 
     def _links(self, links: Links | None, workers: int, default: Links) -> Links | None:
@@ -87,11 +104,11 @@ class CostOptions:
 
 
 def _each(
-    text: str | None, option: str, read: Callable[[str], float], default: float, workers: int
+    text: str | None, option: str, read: Callable[[str], float], default: Sequence[float], workers: int
 ) -> tuple[float, ...]:
     """A value for each worker, from the option or the default; one value of memory applies to all workers."""
     if text is None:
-        return (default,) * workers
+        return tuple(default)
     values = tuple(typed_quantity(part, option, read) for part in text.split(","))
     if len(values) == 1 and option == "--memory":
         return values * workers

@@ -62,6 +62,10 @@ class Device:
         """How long a node with this many FLOPs and bytes takes."""
         return max(flops / self.flops_of(dtype), moved / self.bandwidth) + self.launch
 
+    def speed_beside(self, other: Device) -> float:
+        """How fast it is, relative to another one, where half of the time computes in 16 bits and half moves memory."""
+        return ((self.flops_of("bfloat16") / other.flops_of("bfloat16")) * (self.bandwidth / other.bandwidth)) ** 0.5
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -84,6 +88,9 @@ USED_FLOPS = 0.6
 USED_BANDWIDTH = 0.8
 """The share of its peak memory bandwidth that a device reaches in pointwise work."""
 
+USED_BUS = 0.7
+"""The share of a PCIe slot's published rate that a message between two cards reaches, by way of the host's memory."""
+
 CPU = Device("cpu", 50e9, 10e9, launch=2e-6)
 """One core of a server: the default device of `--cost analytic`."""
 
@@ -97,10 +104,23 @@ BUILT_IN = {
         _gpu("a100", 312.0, 312.0, 19.5, 19.5, 2.039, 80),
         _gpu("v100", 125.0, 15.7, 15.7, 7.8, 0.9, 32),  # has no bfloat16 units
         _gpu("l4", 121.0, 121.0, 30.3, 0.47, 0.3, 24),
+        _gpu("t4", 65.0, 8.1, 8.1, 0.25, 0.32, 16),  # has no bfloat16 units
+        # 16 bits: with sums in float32, as torch multiplies matrices, at half the advertised rate.
+        _gpu("rtx3060", 25.5, 25.5, 12.7, 0.2, 0.36, 12),
+        _gpu("rtx3090", 71.2, 71.2, 35.6, 0.56, 0.936, 24),
         _gpu("rtx4090", 165.2, 165.2, 82.6, 1.3, 1.008, 24),
+        _gpu("rtx5090", 209.5, 209.5, 104.8, 1.64, 1.792, 32),
     )
 }
 """Devices by name. For GPUs: NVIDIA's published peaks times the two shares above, and 5 µs for a launch."""
+
+
+BUSES = {
+    f"pcie{generation}{width}": Links(lanes * 1e9 * 2.0 ** (generation - 3) * USED_BUS, 20e-6)
+    for generation in (3, 4, 5)
+    for width, lanes in (("", 15.75), ("x8", 7.88))
+}
+"""Links by name: two cards on PCIe slots of so many lanes, 16 unless the name says 8."""
 
 
 def at_peak(name: str, tf32: bool = False) -> Device | None:
@@ -123,7 +143,7 @@ def at_peak(name: str, tf32: bool = False) -> Device | None:
     return replace(known[0], flops=peaks)
 
 
-_OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "d"}
+_OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "d", "ti"}
 
 
 def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
@@ -134,13 +154,16 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
             the place.
     """
     text = str(name_or_path)
-    if text.lower() in BUILT_IN:
-        return DeviceSpec(BUILT_IN[text.lower()])
+    name = text.lower().replace("-", "")
+    if name in BUILT_IN:
+        return DeviceSpec(BUILT_IN[name])
+    if name in BUSES:
+        return DeviceSpec(links=BUSES[name])
     path = Path(text)
     if not path.exists() and not path.suffix and len(path.parts) == 1:
         raise ProfileError(
-            f"there is no device {text!r}{near(text.lower(), BUILT_IN)}",
-            hint=f"built in are {', '.join(BUILT_IN)}; describe any other device in a TOML file",
+            f"there is no device {text!r}{near(name, BUILT_IN)}",
+            hint=f"built in are {', '.join(BUILT_IN)}; of links {', '.join(BUSES)}; any other is a TOML file",
         )
     return _read(path)
 

@@ -21,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import FxpipeError
 from fxpipe.task.batch import to_device as batch_to_device
+from fxpipe.task.wrapped_tensors import rewrapped
 from fxpipe.torch_private import parse_to
 
 OnBirth = Callable[[int, nn.Parameter], None]
 HINT = "parameters have no values here (--meta): model() may set them in place, but not look at them or assign to .data"
+_DEVICE = Tensor.device.__get__
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
@@ -83,13 +85,13 @@ def are_on_meta(tensors: Sequence[Tensor]) -> bool:
 
 
 class _StayOnMeta(TorchFunctionMode):
-    """Keeps what is on the meta device there, even under `.to(device)`: it has no value to move."""
+    """Lets no `.to(device)` give or take values: what is on the meta device stays there, and no other gets there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if func in _MOVES and args[0].is_meta:
+        if func in _MOVES and (args[0].is_meta or _goes_to_meta(func, args, options)):
             return _without_device(func, args, options)
         return func(*args, **options)
 
@@ -103,6 +105,14 @@ class _Births(_StayOnMeta):
         self._keep = keep
         self._on_birth = on_birth
         self._numbers: dict[int, int] = {}  # by the id of a parameter, which `found` keeps alive
+        self._devices: dict[int, torch.device] = {}  # where those had their values that were removed
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _DEVICE and id(args[0]) in self._devices:  # code that asks does the same with and without values
+            return self._devices[id(args[0])]
+        return super().__torch_function__(func, types, args, kwargs)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -133,6 +143,8 @@ class _Births(_StayOnMeta):
         number = self._numbers[id(parameter)] = len(self.found)
         self.found.append(parameter)
         if number not in self._keep:
+            if not parameter.is_meta:
+                self._devices[id(parameter)] = parameter.device
             _forget_value(parameter)
         self._on_birth(number, parameter)
 
@@ -145,10 +157,21 @@ def _forget_value(parameter: nn.Parameter) -> None:
 
 def valueless(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the same type on the meta device, with the attributes that the given one has."""
-    stand_in = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    stand_in = nn.Parameter(rewrapped(parameter.detach(), _on_meta), requires_grad=parameter.requires_grad)
     stand_in.__class__ = type(parameter)
     vars(stand_in).update(vars(parameter))
     return stand_in
+
+
+def _on_meta(plain: Tensor) -> Tensor:
+    return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
+
+
+def _goes_to_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func is not Tensor.to:
+        return False
+    device, *_ = parse_to(*args[1:], **{name: value for name, value in kwargs.items() if name != "copy"})
+    return device is not None and device.type == "meta"
 
 
 def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@ as `torch.compile` does (`__tensor_flatten__`, `__tensor_unflatten__`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TaskError, listed
 from fxpipe.torch_private import is_traceable_wrapper_subclass
@@ -46,6 +48,15 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from plain_tensors(f"{name}.{key}", getattr(tensor, key))
 
 
+def holder_of(name: str, parameters: Container[str]) -> str | None:
+    """Which of these parameters a tensor is part of, or hangs from: `layer.weight` for `layer.weight.codes`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in parameters:
+            return name
+    return None
+
+
 def attributes_held(value: Any) -> dict[str, Any]:
     """The attributes of an object that only holds them: of no tensor, module, function or class."""
     if isinstance(value, (type, ModuleType, nn.Module, Tensor)) or callable(value):
@@ -62,9 +73,15 @@ def pack_now(model: nn.Module) -> None:
     """Let bitsandbytes' modules of 8 bits do now what their first forward would do: move scales into their state.
 
     Those of 4 bits that have run in eval mode get the form of train mode.
+
+    Raises:
+        TaskError: a module of 8 bits has no values (`--meta`).
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         init, state = getattr(module, "init_8bit_state", None), getattr(module, "quant_state", None)
+        if init is not None and module.weight.is_meta:
+            hint = "pack it in 4 bits, or compile without --meta"
+            raise TaskError(f"{path} is packed in 8 bits by bitsandbytes, and has no values (--meta)", hint=hint)
         if init is not None and getattr(module.weight, "CB", None) is not None:
             init()
         if getattr(state, "packing_format_for_cpu", False):
@@ -79,6 +96,32 @@ def rewrapped(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
     inner = {name: rewrapped(getattr(tensor, name), replace) for name in names}
     wrapper: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
     return wrapper
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The plain tensors of `state_dict()`, by name, not copied.
+
+    Where a weight has no values (`--meta`), bitsandbytes' text of how it is packed has a number of the greatest length.
+    """
+    with _NumbersOfMeta():
+        state = model.state_dict(keep_vars=True).items()
+    return dict(plain for name, value in state if isinstance(value, Tensor) for plain in plain_tensors(name, value))
+
+
+class _NumbersOfMeta(TorchFunctionMode):
+    """Gives a number for a tensor without values, of as many digits as a number may have."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.item and args[0].is_meta:
+            return -sys.float_info.min  # -2.2250738585072014e-308
+        return func(*args, **(kwargs or {}))
+
+
+def lengthened(text: Tensor, length: int) -> Tensor:
+    """Bitsandbytes' text (JSON, as bytes) with blanks up to a length."""
+    return nn.functional.pad(text, (0, length - text.numel()), value=ord(" "))
 
 
 def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -> None:

@@ -22,11 +22,12 @@ from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
 from fxpipe.tracing import origin
 from fxpipe.tracing.batch_reads import of_what_is_read
 from fxpipe.tracing.capture import Example, by_type, exported, one_at_a_time, one_device, watched
-from fxpipe.tracing.held_tensors import NO_TENSORS, HeldTensors
+from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.hook_state import NO_HOOKS, Hooks
 from fxpipe.tracing.joint import Reader, Traced
 from fxpipe.tracing.lasting_state import noteworthy
 from fxpipe.tracing.step_metrics import check_metric
+from fxpipe.tracing.tensor_rows import NO_TENSORS
 
 
 @dataclass(frozen=True)

@@ -8,63 +8,29 @@ output.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import copy
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.bf16_parameters import COMPUTED, KEPT, check_parameters, narrowed
-from fxpipe.task.wrapped_tensors import (
-    CPU_FORM,
-    PACKING,
-    attributes_held,
-    pack_now,
-    packs,
-    plain_tensors,
-    rewrapped,
-    wraps,
-)
-from fxpipe.torch_private import (
-    BUFFERS,
-    PARAMETERS,
-    accumulated_hooks,
-    backward_hooks,
-    backward_pre_hooks,
-    version_of,
-)
+from fxpipe.task.wrapped_tensors import CPU_FORM, rewrapped, wraps
+from fxpipe.torch_private import accumulated_hooks, backward_hooks, backward_pre_hooks, version_of
 from fxpipe.tracing import origin
 from fxpipe.tracing.holders import is_container
 from fxpipe.tracing.hook_state import NO_HOOKS, OUTSIDE, Hooks, SharedState
 from fxpipe.tracing.model_state import Change, PythonState
-
-NO_TENSORS: Mapping[str, torch.Tensor] = {}
-_REGISTERED = (PARAMETERS, BUFFERS)
-_INTERNAL = frozenset(nn.Module().__dict__)
+from fxpipe.tracing.tensor_rows import INTERNAL, NO_TENSORS, REGISTERED, Place, TensorRows
 
 
-class _Place(NamedTuple):
-    """Where a module holds the tensor of a row: the keys that lead to it from the module's `__dict__`."""
-
-    module: nn.Module
-    keys: tuple[Any, ...]
-    row: int
-    tensor: torch.Tensor
-
-    @property
-    def registered(self) -> bool:
-        return self.keys[0] in _REGISTERED
-
-
-class HeldTensors:
+class HeldTensors(TensorRows):
     """The model's tensors, one row for each memory, with all of its names: parameters first, then all others.
 
     Args:
@@ -87,37 +53,12 @@ class HeldTensors:
         hooks: Hooks = NO_HOOKS,
         outside: Mapping[str, torch.Tensor] = NO_TENSORS,
     ) -> None:
-        self.model = model
+        super().__init__(model, state, outside)
+        self._refuse_without_values()
         self._hooks = hooks
         self._functions = functions
-        self.names: list[tuple[str, ...]] = []
-        self.values: list[torch.Tensor] = []
         self.changes: list[Change] = []  # that the last call inside `replaced` made to Python state
         self.stand_ins: dict[int, torch.Tensor] = {}  # inside `replaced`, by the id of the tensor that they stand for
-        self._rows: dict[Any, int] = {}
-        self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the tensor object, which is kept alive
-        self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
-        self._places: list[_Place] = []
-        _refuse_scripted(model)
-        pack_now(model)
-        parameters = list(model.named_parameters(remove_duplicate=False))
-        for name, parameter in parameters:
-            if name not in state:
-                self._add(name, parameter)
-        self.parameters = len(self.values)  # how many rows are parameters
-        for name, buffer in (*(p for p in parameters if p[0] in state), *model.named_buffers(remove_duplicate=False)):
-            self._add(name, buffer)
-        self.registered = len(self.values)  # how many are parameters or buffers; plain attributes follow
-        self._refuse_without_values()
-        self._holders: dict[int, Any] = {}  # objects that hold tensors of packed weights, by their ids
-        self._add_places()
-        for name, parameter in parameters:
-            if not (parameter.requires_grad or wraps(parameter)):
-                self._add_hanging(name, vars(parameter))
-        for name, tensor in outside.items():
-            self._add(name, tensor)
-        self._refuse_overlaps()
-        self.saved = self._saved_names()
         self.params = params
         self.cast: set[int] = set()  # the rows that are kept in float32, and computed with in bfloat16
         self.rounded: set[int] = set()  # those kept in bfloat16, though the model has them in another type
@@ -204,7 +145,7 @@ class HeldTensors:
             with self._of_their_classes(), self.python.preserved(draws=False):  # two calls draw different numbers
                 for module in self.model.modules():
                     for name, value in list(module.__dict__.items()):
-                        if name not in _INTERNAL or name in _REGISTERED:
+                        if name not in INTERNAL or name in REGISTERED:
                             module.__dict__[name] = self._filled(value, filled)
                     if CPU_FORM in module.__dict__:
                         module.__dict__[CPU_FORM] = False
@@ -300,101 +241,6 @@ class HeldTensors:
                 tensors[self.names[place.row][0]] = current
         return tensors
 
-    def _add(self, name: str, tensor: torch.Tensor) -> int:
-        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-            raise CaptureError(
-                f"{name} is lazy: it has no shape yet",
-                hint="run the model once on a batch inside model(), so that its lazy modules are initialised",
-            )
-        if wraps(tensor):
-            return self._add_wrapper(name, tensor)
-        row = self._rows.setdefault(_identity(tensor), len(self.values))
-        if row == len(self.values):
-            self.names.append(())
-            self.values.append(tensor)
-        elif tensor.requires_grad and not self.values[row].requires_grad:
-            self.values[row] = tensor
-        self.names[row] += (name,)
-        self._row_of[id(tensor)] = tensor, row
-        return row
-
-    def _saved_names(self) -> list[tuple[str, ...]]:
-        """The names of each row in `state_dict()`; () if it is not there.
-
-        A hook of the state dict may rename a tensor, which is then found by its memory, or copy it, found by its name.
-        How a frozen weight is packed (`weight.quant_state…`, `weight_format`) is no tensor of the model: it gets a row.
-        """
-        state = [plain for name, value in self.model.state_dict(keep_vars=True).items()
-                 if isinstance(value, torch.Tensor) for plain in plain_tensors(name, value)]  # fmt: skip
-        by_name = {name: row for row, names in enumerate(self.names) for name in names}
-        rows = {name: self._rows.get(_identity(tensor), by_name.get(name)) for name, tensor in state}
-        frozen = tuple(n for n, row in rows.items() if row is not None and not self.values[row].requires_grad)
-        packing = tuple(f"{name}{end}" for name in frozen for end in PACKING)
-        for name, tensor in state:
-            if rows[name] is None and name.startswith(packing):
-                rows[name] = self._add(name, tensor.detach())
-        saved: dict[int | None, list[str]] = {}
-        for name, row in rows.items():
-            saved.setdefault(row, []).append(name)
-        return [tuple(saved.get(row, ())) for row in range(len(self.names))]
-
-    def _add_wrapper(self, name: str, tensor: torch.Tensor) -> int:
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{name} is trained, and is a {type(tensor).__name__}, which wraps other tensors",
-                hint="freeze it (requires_grad_(False)) and train adapters; or train a plain tensor",
-                page="tensor-kinds",
-            )
-        if tensor.is_meta:
-            raise CaptureError(
-                f"{name} is a {type(tensor).__name__}, which wraps other tensors, and has no values (--meta)",
-                hint="compile without --meta",
-                page="tensor-kinds",
-            )
-        rows = [self._add(*plain) for plain in plain_tensors(name, tensor)]
-        self._row_of[id(tensor)] = tensor, rows[0]
-        return rows[0]
-
-    def _add_hanging(self, name: str, attributes: Mapping[str, Any], depth: int = 3) -> bool:
-        """Add the tensors in attributes, and in objects there: bitsandbytes' `weight.quant_state.absmax`."""
-        holds = False
-        for key, value in attributes.items():
-            path = f"{name}.{key}"
-            if isinstance(value, torch.Tensor):
-                self._add(path, value)
-                holds = True
-            elif depth and self._hold(path, value, depth - 1):
-                holds = True
-        return holds
-
-    def _hold(self, name: str, holder: Any, depth: int = 3) -> bool:
-        if self._add_hanging(name, attributes_held(holder), depth):
-            self._holders[id(holder)] = holder
-        return id(holder) in self._holders
-
-    def _add_places(self) -> None:
-        for path, module in self.model.named_modules():
-            for key, value in module.__dict__.items():
-                if key in _REGISTERED:
-                    self._places += [
-                        _Place(module, (key, k), self._row_of[id(v)][1], v) for k, v in value.items() if v is not None
-                    ]
-                elif key not in _INTERNAL:
-                    self._add_plain(path, module, (key,), value)
-                    if packs(value):
-                        self._hold(f"{path}.{key}", value)
-
-    def _add_plain(self, path: str, module: nn.Module, keys: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            row = self._rows.get(_identity(value))
-            if row is None:
-                row = self._add(".".join(str(k) for k in (path, *keys) if k != ""), value)
-            self._row_of[id(value)] = value, row
-            self._places.append(_Place(module, keys, row, value))
-        elif (type(value) is tuple or is_container(value)) and not isinstance(value, set) and len(keys) < 3:
-            for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-                self._add_plain(path, module, (*keys, key), member)
-
     def _refuse_new(self) -> None:
         """Refuse parameters that the step makes: they would be drawn again at every step."""
         stand_in_ids = {id(tensor) for tensor in self.stand_ins.values()}
@@ -456,8 +302,9 @@ class HeldTensors:
 
     def _refuse_without_values(self) -> None:
         """Check that all parameters or none are on the meta device, and no buffers."""
-        without = [value.is_meta for value in self.values]
-        buffers = [n[0] for n, meta in zip(self.names, without, strict=True) if meta][sum(without[: self.parameters]) :]
+        without = [value.is_meta for value in self.values[: self.registered]]
+        buffers = [n[0] for n, meta in zip(self.names, without, strict=False) if meta]
+        del buffers[: sum(without[: self.parameters])]
         if buffers:
             raise CaptureError(
                 f"buffers without values, on the meta device: {', '.join(buffers[:8])}",
@@ -471,25 +318,6 @@ class HeldTensors:
                 hint="make the whole model with fxpipe.task.meta.on_meta",
             )
 
-    def parameter_in(self, tensor: torch.Tensor) -> str | None:
-        """The first name of the parameter that shares memory with a tensor, partly or wholly."""
-        first, end = _span(tensor)
-        at = bisect.bisect_right(self._spans, first, key=lambda span: span[0])
-        near = [span for span in self._spans[max(at - 1, 0) : at + 1] if span[0] < end and first < span[1]]
-        return self.names[near[0][2]][0] if near else None
-
-    def _refuse_overlaps(self) -> None:
-        """Refuse parameters that share some of their memory, but not all: an update of one would change the other."""
-        spans = [(*_span(tensor), row) for row, tensor in enumerate(self.values[: self.parameters])]
-        self._spans = sorted(span for span in spans if span[0] < span[1])
-        for (_, end, one), (start, _, other) in itertools.pairwise(self._spans):
-            if start < end:
-                raise CaptureError(
-                    f"parameters {self.names[one][0]} and {self.names[other][0]} overlap: they are different views of "
-                    "the same memory",
-                    hint="tie them as one nn.Parameter, or give each separate memory",
-                )
-
 
 def changed_in_place(name: str, where: str | None) -> CaptureError:
     """The error for a step that changes a parameter."""
@@ -501,15 +329,7 @@ def changed_in_place(name: str, where: str | None) -> CaptureError:
     )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range of memory from a tensor's first element to its last; empty if it has no values."""
-    if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
-        return 0, 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _follow(place: _Place, stop: int | None = None) -> Any:
+def _follow(place: Place, stop: int | None = None) -> Any:
     """What its keys lead to now, or all but the last of them (`stop` -1); None where they lead nowhere."""
     current: Any = place.module.__dict__
     for key in place.keys[:stop]:
@@ -518,19 +338,3 @@ def _follow(place: _Place, stop: int | None = None) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return current
-
-
-def _refuse_scripted(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{path or 'the model'} is a torch.jit.ScriptModule, which cannot be traced",
-                hint="use the Python module itself: fxpipe compiles the step, scripting gains nothing",
-            )
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same view of the same memory."""
-    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))

@@ -107,7 +107,7 @@ class Reader:
             if i in caches or (i >= self.tensors.registered and not placeholder.users and not saved):
                 self.graph.erase_node(placeholder)  # an attribute that the step does not read
                 del self.values[node_name]
-            elif i >= self.tensors.registered and self.tensors.values[i].is_meta:
+            elif i >= self.tensors.registered and self.tensors.values[i].is_meta and not self.tensors.hangs(i):
                 raise CaptureError(
                     f"the step reads {names[0]}, which was made from a parameter that has no value (--meta)",
                     hint="compute it in forward",

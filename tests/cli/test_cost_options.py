@@ -16,7 +16,7 @@ from fxpipe.cli.cost_options import CostOptions
 from fxpipe.errors import ProfileError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import flags
-from fxpipe.planner.device import BUILT_IN
+from fxpipe.planner.device import BUILT_IN, BUSES
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 INFINITE = float("inf")
@@ -76,6 +76,15 @@ def test_a_device_is_computed_for() -> None:
     assert parsed("--device-spec", "h200", "--cost", "analytic", workers=1).cost == "analytic"
     with pytest.raises(click.UsageError, match="leave out --cost measured"):
         parsed("--device-spec", "h200", "--cost", "measured", workers=1)
+
+
+def test_workers_may_have_other_devices() -> None:
+    found = parsed("--device-spec", "rtx-4090,rtx-3060", "--links", "pcie4")
+    big, small = BUILT_IN["rtx4090"], BUILT_IN["rtx3060"]
+    assert found == chosen("analytic", big, BUSES["pcie4"], (1.0, small.speed_beside(big)), (24e9, 12e9))
+    assert small.speed_beside(big) == pytest.approx((25.5 / 165.2 * 0.36 / 1.008) ** 0.5)
+    with pytest.raises(click.UsageError, match="--device-spec gives 2 devices for 3 workers"):
+        parsed("--device-spec", "rtx4090,t4", workers=3)
 
 
 def test_a_file_says_what_options_do_not(tmp_path: Path) -> None:

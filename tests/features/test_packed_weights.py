@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,21 @@ from fxpipe.errors import BuildError, CaptureError, TaskError
 STEPS = 3
 
 
+@torch.no_grad()
+def _waved(model: nn.Module) -> nn.Module:
+    """The model; what is trained has values that depend on nothing that is drawn."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            waves = torch.sin(torch.arange(parameter.numel()) * 0.7)
+            parameter.copy_(0.1 * waves.view(parameter.shape))
+    return model
+
+
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, use_cache=False, **sizes))
+    return _waved(LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, use_cache=False, **sizes)))
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -74,7 +84,7 @@ class NF4(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32)
-        self.packed = nn.ParameterList(self._packed(nn.Linear(64, 64).weight) for _ in range(2))
+        self.packed = nn.ParameterList(self._packed(_waved(nn.Linear(64, 64)).weight) for _ in range(2))
         self.adapters = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
 
     @staticmethod
@@ -92,11 +102,6 @@ class NF4(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-def _seeded() -> nn.Module:
-    torch.manual_seed(0)
-    return NF4()
-
-
 def _checkpointed() -> nn.Module:
     model: Any = _bitsandbytes(_llama())
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -111,7 +116,7 @@ PACKED: dict[str, Callable[[], nn.Module]] = {
     "bitsandbytes, nf4, DoRA": lambda: _peft(_bitsandbytes(_llama()), use_dora=True),
     "bitsandbytes, nf4, checkpointed": _checkpointed,
     "bitsandbytes, 8 bits": lambda: _peft(_bitsandbytes(_llama(), 8)),
-    "torchao, nf4": _seeded,
+    "torchao, nf4": NF4,
     "torchao, int8": lambda: _peft(_torchao(_llama(), "Int8WeightOnlyConfig")),
     "torchao, float8": lambda: _peft(_torchao(_llama(), "Float8WeightOnlyConfig")),
 }
@@ -135,7 +140,7 @@ def _optimizer(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.filterwarnings("ignore")
 def test_a_packed_model_trains_as_in_eager_pytorch(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """On two workers, to the bit; its file loads into the user's own model, and names are its own."""
-    model, batches = make(), _batches()
+    model, batches = _waved(make()), _batches()
     build = fxpipe.compile(
         model, _loss, batches[0], workers=2, schedule="1f1b", microbatches=1, cost="analytic", optimizer=_optimizer
     )
@@ -157,6 +162,36 @@ def test_a_packed_model_trains_as_in_eager_pytorch(make: Callable[[], nn.Module]
     other = make()
     fxpipe.load_weights(other, state)
     assert float(_loss(other, batches[0])) == float(_loss(model, batches[0]))
+
+
+WITHOUT_VALUES = {name: make for name, make in PACKED.items() if "DoRA" not in name}
+"""Of DoRA peft makes copies of layers, which bitsandbytes does not without values."""
+
+
+@pytest.mark.parametrize("make", WITHOUT_VALUES.values(), ids=WITHOUT_VALUES)
+@pytest.mark.filterwarnings("ignore")
+def test_without_values_it_gets_them_from_the_model_when_it_runs(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """What each worker packs by itself is what one process packs of the whole model."""
+    options: Any = {"workers": 2, "schedule": "1f1b", "microbatches": 1, "cost": "analytic", "optimizer": _optimizer}
+    [batch, *_] = _batches()
+    if make is PACKED["bitsandbytes, 8 bits"]:
+        with pytest.raises(TaskError, match="8 bits"):
+            fxpipe.compile(fxpipe.on_meta(make).model, _loss, batch, **options)
+        return
+    build = fxpipe.compile(fxpipe.on_meta(lambda: _waved(make())).model, _loss, batch, **options)
+    pipeline = build.local(model=lambda: _waved(make()), optimizer=_optimizer)
+    model = _waved(make())
+    state = pipeline.state_dict()
+    for name, value in model.state_dict().items():
+        for part, plain in packed_tensors.parts(name, value):
+            if ".quant_state." in part:
+                assert bytes(state[part].numpy()).rstrip() == bytes(plain.numpy())
+            else:
+                assert torch.equal(state[part], plain)
+    assert float(pipeline.step(batch)) == float(_loss(model, batch))
+    save_file(state, saved := tmp_path / "packed.safetensors")
+    with pytest.raises(BuildError, match="without --weights") if any(".quant_" in n for n in state) else nullcontext():
+        build.local(model=lambda: _waved(make()), weights=str(saved))
 
 
 def test_a_packed_weight_that_is_trained_is_refused() -> None:

@@ -46,8 +46,27 @@ def test_flops_are_a_dtypes_own() -> None:
 
 
 def test_built_in_devices() -> None:
-    assert set(BUILT_IN) == {"cpu", "h100", "h200", "a100", "v100", "l4", "rtx4090"}
+    assert set(BUILT_IN) == {
+        "cpu",
+        "h100",
+        "h200",
+        "a100",
+        "v100",
+        "l4",
+        "t4",
+        "rtx3060",
+        "rtx3090",
+        "rtx4090",
+        "rtx5090",
+    }
     assert read_device_spec("H100") == DeviceSpec(BUILT_IN["h100"])
+    assert read_device_spec("RTX-4090") == DeviceSpec(BUILT_IN["rtx4090"])
+    pcie, half, next_one = (read_device_spec(name).links for name in ("pcie4", "pcie3", "pcie4x8"))
+    assert pcie is not None
+    assert half is not None
+    assert next_one is not None
+    assert pcie.bandwidth_of(0, 1) == pytest.approx(0.7 * 31.5e9)
+    assert half.bandwidth_of(0, 1) == pytest.approx(next_one.bandwidth_of(0, 1), rel=0.01)
     h100, a100, v100 = (BUILT_IN[name] for name in ("h100", "a100", "v100"))
     assert h100.flops_of("bfloat16") == pytest.approx(0.6 * 989.4e12)
     assert h100.flops_of("bfloat16") > 3 * a100.flops_of("float16") * 0.9
@@ -109,7 +128,7 @@ def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, where: s
 def test_names_of_no_device_and_of_no_file(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"no device 'h10', did you mean 'h100'") as caught:
         read_device_spec("h10")
-    assert "built in are cpu, h100, h200, a100, v100, l4, rtx4090" in str(caught.value)
+    assert "built in are cpu, h100, h200, a100, v100, l4, t4, rtx3060" in str(caught.value)
     with pytest.raises(ProfileError, match=r"none\.toml cannot be read: No such file"):
         read_device_spec(tmp_path / "none.toml")
     with pytest.raises(ProfileError, match="cannot be read: Is a directory"):

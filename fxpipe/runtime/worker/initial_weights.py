@@ -37,7 +37,9 @@ from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task
+from fxpipe.task.wrapped_tensors import holder_of, lengthened, plain_tensors
 from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
+from fxpipe.tracing.tensor_rows import TensorRows
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
 
@@ -63,14 +65,22 @@ def initial_weights(
         TaskError: the build has no values of the parameters (`Plan.meta`), and the model does not initialise them.
     """
     found: dict[str, torch.Tensor] = {}
+    names = {name for p in plan.parameters for name in p.names}
+    hanging = [b for b in buffers if plan.weights.meta and any(holder_of(name, names) for name in b.names)]
     if checkpoint is not None:
         if worker == 0:
             for warning in checkpoint.warnings:
                 warn(warning)
+        if hanging:
+            raise BuildError(
+                "the build has no values (--meta), and its weights are packed: a file does not say all of how they are",
+                where=str(checkpoint.path),
+                hint="load the base in model(), and run without --weights; or compile without --meta",
+            )
         found = dict(checkpoint.read([*parameters, *(b for b in buffers if b.saved)], device))
         _check_packing(found, buffers, folder / plan.weights.file, checkpoint)
     elif plan.weights.meta and parameters:
-        found = initialised(plan, parameters, task.model, seed, device)
+        found = initialised(plan, [*parameters, *hanging], task.model, seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
     rest = [(row.name, row.tensor) for row in rows if row.name not in found]
     return found | read_tensors(folder / plan.weights.file, rest, device)
@@ -127,12 +137,13 @@ CURE = "run with --weights CHECKPOINT, or give the parameters their values in th
 
 def initialised(
     plan: Plan,
-    needed: Sequence[ParameterSpec],
+    needed: Sequence[ParameterSpec | BufferSpec],
     make: Callable[[], nn.Module],
     seed: int,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """The initial values of some of a build's parameters, by first name, each in its own memory.
+    """The initial values of some of a build's parameters and of what hangs from them, by first name, each in its own
+    memory.
 
     The process's random state does not change.
     """
@@ -144,37 +155,52 @@ def initialised(
         with lineage:
             first = on_meta(make, on_birth=lineage.born)
         numbers = first.numbers()
-        _check_same(plan, first.model)
-        unseen = [p.name for p in needed if p.name not in numbers]
+        _check_same(first.model, [*plan.parameters, *needed])
+        births = {row.name: _birth(row, numbers) for row in needed}
+        unseen = [name for name, number in births.items() if number is None]
         if unseen:
             raise TaskError(f"fxpipe did not see how model() makes {listed(unseen)}", hint=CURE)
         mode = _Seeded(seed, {number: name for name, number in reversed(numbers.items())})
         _seed_others(seed)
         with mode:
-            made = on_meta(_explained(make), lineage.of(numbers[p.name] for p in needed), mode.born)
+            made = on_meta(_explained(make), lineage.of(n for n in births.values() if n is not None), mode.born)
     if made.numbers() != numbers:
         raise TaskError(
             "model() makes its parameters in a different order at each call",
             hint="let it use the same order at every call, or run with --weights CHECKPOINT",
         )
-    found = {p.name: made.births[numbers[p.name]] for p in needed}
-    without = [name for name, parameter in found.items() if parameter.is_meta]
+    present = _by_name(made.model)
+    found = {row.name: present[row.name] for row in needed}
+    without = [name for name, tensor in found.items() if tensor.is_meta]
     if without:
         raise TaskError(f"model() gives no values to {listed(without)}: it leaves them on the meta device", hint=CURE)
-    return {p.name: _own(found[p.name].detach(), Layout(p.tensor), device) for p in needed}
+    return {row.name: _own(found[row.name].detach(), Layout(row.tensor), device) for row in needed}
+
+
+def _birth(row: ParameterSpec | BufferSpec, numbers: Mapping[str, int]) -> int | None:
+    """Which parameter that was made it is, is part of, or hangs from."""
+    holders = (name if name in numbers else holder_of(name, numbers) for name in row.names)
+    return next((numbers[name] for name in holders if name is not None), None)
+
+
+def _by_name(model: nn.Module) -> dict[str, Tensor]:
+    rows = TensorRows(model)
+    return {name: value for names, value in zip(rows.names, rows.values, strict=True) for name in names}
 
 
 def _own(value: Tensor, layout: Layout, device: torch.device | str) -> Tensor:
     """A copy on the device with its own memory and this layout; the tensor itself if it already is that."""
     alone = value.untyped_storage().nbytes() == value.nbytes
+    if value.shape != layout.shape:  # how bitsandbytes has packed a weight: what no worker knew at compile
+        value = lengthened(value, *layout.shape)
     if alone and value.stride() == layout.stride and value.device == torch.device(device):
         return value
     return layout.empty(device).copy_(value)
 
 
-def _check_same(plan: Plan, model: nn.Module) -> None:
-    present = dict(model.named_parameters(remove_duplicate=False))
-    unlike = (_unlike(row.name, present.get(row.name), Layout(row.tensor)) for row in plan.parameters)
+def _check_same(model: nn.Module, rows: Iterable[ParameterSpec | BufferSpec]) -> None:
+    present = _by_name(model)
+    unlike = (_unlike(row.name, present.get(row.name), Layout(row.tensor)) for row in rows)
     if wrong := [text for text in unlike if text]:
         raise TaskError(
             f"model() returns a different model from the compiled one: {listed(wrong)}", hint="compile the model again"
@@ -209,10 +235,11 @@ class _Lineage(LightDispatchMode):
         self._parents: dict[int, set[int]] = {}
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
-        memory = memory_of(parameter)
-        self._parents[number] = self._from.get(memory, set())
-        self._owner[memory] = number
-        self._from[memory] = {number}
+        memories = [memory_of(plain) for _, plain in plain_tensors("", parameter)]
+        self._parents[number] = {source for memory in memories for source in self._from.get(memory, ())}
+        for memory in memories:
+            self._owner[memory] = number
+            self._from[memory] = {number}
 
     def of(self, numbers: Iterable[int]) -> set[int]:
         """These parameters, and all parameters that they are made from."""
