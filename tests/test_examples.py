@@ -141,6 +141,21 @@ def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_base_in_4_bits_is_planned_and_trained_without_loading_it(tmp_path: Path) -> None:
+    for package in NEEDS["qlora.py"]:
+        pytest.importorskip(package, reason=f"{package} is not installed; `make venv` installs it")
+    small = [f"--set={name}" for name in ("layers=2", "width=256", "rows=2", "tokens=32")]
+    cards = ("-n", "2", "--meta", "--device-spec", "rtx-4090,rtx-3060", "--links", "pcie4x8")
+    plan = fxpipe("plan", EXAMPLES / "llama8b_qlora.py", *cards, *small, "--json").json
+    assert plan["ideal_ms"] > 0
+    fxpipe("compile", EXAMPLES / "llama8b_qlora.py", *cards, *small, "-o", tmp_path / "build")
+    assert "packed as Params4bit nf4: " in fxpipe("inspect", tmp_path / "build").out
+    summary = fxpipe("run", tmp_path / "build", "--steps", "8", "--out", tmp_path / "out", "--json").json
+    assert summary["losses"][-1] < summary["losses"][0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

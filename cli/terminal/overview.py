@@ -98,6 +98,8 @@ def print_workers(facts: Json, console: Console) -> None:
         print_text(console, "modules add up their operators; workers were timed as they run")
     if facts["build"]["speeds"]:
         print_text(console, "times of modules are for a worker of speed 1")
+    for form, held in facts["build"]["packed"].items():
+        print_text(console, f"packed as {form}: {size(held)}")
     for w in facts["workers"]:
         if w["buckets"]:
             print_text(console, _buckets(w, facts["build"]["replicas"][w["worker"]]))

@@ -8,6 +8,7 @@ units.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxpipe.inspection.timeline import grid_rows, outlook
 from fxpipe.inspection.workers import balance_rows, edge_rows, worker_rows
 from fxpipe.observe.rates import samples_of
 from fxpipe.passes.analysis.summary import Traffic
+from fxpipe.plan.plan import Plan, holder_of
 from fxpipe.planner.candidates import PINNED
 from fxpipe.policy import POLICIES
 from fxpipe.policy.recipe import Recipe, choose
@@ -102,6 +104,7 @@ def build_facts(subject: Subject) -> Facts:
         "speeds": [] if set(subject.costs.speeds) <= {1.0} else list(subject.costs.speeds),
         "links": costs.links.to_row(),
         "optimizer_bytes": costs.optimizer_bytes,
+        "packed": packed_bytes(plan),
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
         "padding": [asdict(rule) for rule in plan.padding],
@@ -112,6 +115,18 @@ def build_facts(subject: Subject) -> Facts:
         "edited": list(subject.edited),
         "stale": list(subject.stale),
     }
+
+
+def packed_bytes(plan: Plan) -> dict[str, int]:
+    """By the form of packed weights, their bytes, with what says how they are packed."""
+    forms = {name: p.packed for p in plan.parameters if p.packed for name in p.names}
+    total = Counter[str]()
+    for p in plan.parameters:
+        total.update({p.packed: p.tensor.bytes} if p.packed else {})
+    for b in plan.buffers:
+        holder = next(filter(None, (holder_of(name, forms) for name in b.names)), None)
+        total.update({forms[holder]: b.tensor.bytes} if holder else {})
+    return dict(total)
 
 
 def grid_facts(subject: Subject, recipe: Recipe | None, run: dict[str, Any] | None = None) -> Facts:

@@ -99,12 +99,16 @@ class Again:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, with all names of a tied one; `node` is its placeholder's name, `saved` its names in state dicts."""
+    """A parameter, with all names of a tied one; `node` is its placeholder's name, `saved` its names in state dicts.
+
+    `packed` is the form of which it is a part, '' if it is a plain tensor of the user's.
+    """
 
     node: str
     names: tuple[str, ...]
     trained: bool
     saved: tuple[str, ...] = ()
+    packed: str = ""
 
 
 @dataclass(frozen=True)

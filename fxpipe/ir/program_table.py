@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import BuildError
+from fxpipe.plan.plan import holder_of
 from fxpipe.plan.spec import Phase
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
@@ -183,7 +184,8 @@ def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, .
     nodes = program.placeholders
     for name, op, worker in entries:
         example = nodes[name].meta["val"]
-        first = names[name][0]
+        holders = (holder_of(of_node, owners) for of_node in names[name])  # of what says how a weight is packed
+        first = next(filter(None, holders), names[name][0])
         module = "" if op == "input" else first.rpartition(".")[0]
         yield Row(
             name, None, module, op, type_text(example), size_of(example), None, worker, None, False, None,

@@ -94,7 +94,9 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
         owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
         spec, cast = tensor_spec(program.values[p.node]), _cast(placeholders[p.node])
         attributes = dict(program.attributes.get(name, {}))
-        rows.append(ParameterSpec(p.names, spec, owner, p.trained, read, cast, attributes, p.saved or p.names))
+        rows.append(
+            ParameterSpec(p.names, spec, owner, p.trained, read, cast, attributes, p.saved or p.names, p.packed)
+        )
     return tuple(rows)
 
 

@@ -7,7 +7,7 @@ model, options and cuts give the same bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +20,15 @@ from fxpipe.plan.user_files import ModelFileSpec, WatchedSpec
 FORMAT = 18
 
 
+def holder_of(name: str, parameters: Container[str]) -> str | None:
+    """Which of these parameters a tensor is part of, or hangs from: `layer.weight` for `layer.weight.codes`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in parameters:
+            return name
+    return None
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """A parameter: all its names (tied ones share a row), its owner and who reads it where.
@@ -28,7 +37,8 @@ class ParameterSpec:
     as an argument, including the owner's own. All that they compute from it, they compute from a cast of it to the type
     `cast`, if there is one of fewer bits. `attributes` are what hangs on it, by name, as text
     (`fxpipe.task.parameter_attributes`). `saved` are its names in files of weights, which are those of `state_dict()`:
-    a wrapper of checkpointing, say, leaves itself out there.
+    a wrapper of checkpointing, say, leaves itself out there. `packed` says of which packed form it is a part
+    (`Params4bit nf4`), if of any.
     """
 
     names: tuple[str, ...]
@@ -39,6 +49,7 @@ class ParameterSpec:
     cast: str | None = None
     attributes: dict[str, str] = field(default_factory=dict)
     saved: tuple[str, ...] = ()
+    packed: str = ""
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError, listed
-from fxpipe.task.wrapped_tensors import is_packed
+from fxpipe.task.wrapped_tensors import packed_as
 from fxpipe.torch_private import NormBase
 
 KEPT, COMPUTED = torch.float32, torch.bfloat16
@@ -17,7 +17,7 @@ def check_parameters(model: nn.Module) -> None:
     others = [
         f"{name} ({str(p.dtype).removeprefix('torch.')})"
         for name, p in model.named_parameters()
-        if p.dtype not in (KEPT, COMPUTED) and (p.is_floating_point() or p.is_complex()) and not is_packed(p)
+        if p.dtype not in (KEPT, COMPUTED) and (p.is_floating_point() or p.is_complex()) and not packed_as(p)
     ]
     if others:
         raise CaptureError(
@@ -32,11 +32,11 @@ def narrowed(model: nn.Module) -> list[torch.Tensor]:
     Batch and instance norms stay as they are, as under autocast: small changes of their statistics would be lost. So
     do packed weights: another type would unpack them.
     """
-    if any(p.dtype == COMPUTED and not is_packed(p) for p in model.parameters()):
+    if any(p.dtype == COMPUTED and not packed_as(p) for p in model.parameters()):
         return []
     modules = [module for module in model.modules() if not isinstance(module, NormBase)]
     held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    return [tensor for tensor in held if tensor.is_floating_point() and not is_packed(tensor)]
+    return [tensor for tensor in held if tensor.is_floating_point() and not packed_as(tensor)]
 
 
 def narrow(model: nn.Module, *, trained: bool = True) -> None:

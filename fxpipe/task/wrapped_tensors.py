@@ -7,7 +7,7 @@ as `torch.compile` does (`__tensor_flatten__`, `__tensor_unflatten__`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,9 +34,11 @@ def wraps(value: Any) -> bool:
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
 
 
-def is_packed(tensor: Tensor) -> bool:
-    """Whether it is a weight in a packed form, whose type says how it is stored, and not in what it computes."""
-    return wraps(tensor) or getattr(tensor, "quant_state", None) is not None
+def packed_as(tensor: Tensor) -> str:
+    """In which packed form a weight is: `NF4Tensor`, `Params4bit nf4`; empty for one that is stored as it computes."""
+    kind = type(tensor).__name__
+    packed = wraps(tensor) or getattr(tensor, "quant_state", None) is not None or kind == "Int8Params"
+    return f"{kind} {getattr(tensor, 'quant_type', '')}".rstrip() if packed else ""
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -46,15 +48,6 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     for key in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         yield from plain_tensors(f"{name}.{key}", getattr(tensor, key))
-
-
-def holder_of(name: str, parameters: Container[str]) -> str | None:
-    """Which of these parameters a tensor is part of, or hangs from: `layer.weight` for `layer.weight.codes`."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in parameters:
-            return name
-    return None
 
 
 def attributes_held(value: Any) -> dict[str, Any]:
@@ -141,7 +134,7 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
     pack_now(model)
     states = [module.state for module in model.modules() if hasattr(module, "init_8bit_state")]
     held = [*model.parameters(), *model.buffers(), *(t for s in states for t in vars(s).values())]
-    if not states and not any(map(is_packed, held)):
+    if not states and not any(map(packed_as, held)):
         model.load_state_dict(tensors)
         return
     live, names = {id(tensor) for tensor in held}, dict[int, str]()

@@ -116,7 +116,7 @@ class Reader:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
                 if self.tensors.values[i].requires_grad and not trained and not self.traced.evaluates:
                     self.warnings.append(f"parameter {names[0]} {NO_GRADIENT}: it keeps its value")
-                parameters.append(Parameter(node_name, names, trained, saved))
+                parameters.append(Parameter(node_name, names, trained, saved, self.tensors.packed.get(i, "")))
             else:
                 if i >= self.tensors.registered and self.tensors.values[i].requires_grad:
                     self.warnings.append(f"{names[0]} is a parameter that no module registers: it keeps its value")

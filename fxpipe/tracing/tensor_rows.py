@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.plan.plan import holder_of
 from fxpipe.task.wrapped_tensors import (
     PACKING,
     attributes_held,
-    holder_of,
     pack_now,
+    packed_as,
     packs,
     plain_tensors,
     state_tensors,
@@ -83,6 +84,12 @@ class TensorRows:
             self._add(name, tensor)
         self._refuse_overlaps()
         self.saved = self._saved_names()
+        self.packed = {
+            self._row_of[id(plain)][1]: form
+            for name, parameter in parameters
+            if (form := packed_as(parameter))
+            for _, plain in plain_tensors(name, parameter)
+        }
 
     def hangs(self, row: int) -> bool:
         """Whether it is a tensor that hangs from a parameter, as that is packed."""

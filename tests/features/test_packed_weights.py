@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import BuildError, CaptureError, TaskError
+from fxpipe.inspection.facts import packed_bytes
+from fxpipe.task.wrapped_tensors import packed_as
 
 STEPS = 3
 
@@ -146,6 +148,10 @@ def test_a_packed_model_trains_as_in_eager_pytorch(make: Callable[[], nn.Module]
     )
     packed = [row for row in build.plan.tensors if row.tensor.dtype in ("uint8", "int8", "float8_e4m3fn")]
     assert packed, "packed bytes are what stages own"
+    [form] = {row.packed for row in build.plan.parameters if row.packed}
+    weights = [(name, p) for name, p in model.named_parameters() if packed_as(p)]
+    parts = [part for weight in weights for _, part in packed_tensors.parts(*weight)]
+    assert packed_bytes(build.plan)[form] >= sum(part.nbytes for part in parts) > 0
     pipeline = build.local(optimizer=_optimizer)
     losses = [float(pipeline.step(batch)) for batch in batches]
     optimizer, wanted = _optimizer(list(model.named_parameters())), []

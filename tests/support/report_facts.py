@@ -38,6 +38,7 @@ def made_facts(
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
+            "packed": {},
             "edited": [], "stale": [], "settings": {}, "arguments": [],
             "evaluation": None, "graph": [], "passes": [], "microbatch_loss": None,
             "shapes": [{"files": [f"stage_{k}.py" for k in range(workers)], "batch": {}}],

@@ -32,12 +32,12 @@ from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.errors import BuildError, FxpipeError, TaskError, listed
 from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.plan import BufferSpec, ParameterSpec, Plan
+from fxpipe.plan.plan import BufferSpec, ParameterSpec, Plan, holder_of
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
 from fxpipe.task.model_file import Task
-from fxpipe.task.wrapped_tensors import holder_of, lengthened, plain_tensors
+from fxpipe.task.wrapped_tensors import lengthened, plain_tensors
 from fxpipe.torch_private import LightDispatchMode, memory_of, pytree, schema_of
 from fxpipe.tracing.tensor_rows import TensorRows
 
