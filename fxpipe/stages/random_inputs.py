@@ -27,14 +27,9 @@ aten = torch.ops.aten
 PLACE = "fxpipe_place"
 """Key of a node's `meta`: the line of the stage's file that it comes from, and the user's module and line."""
 
-# Random operators that read the shapes of their arguments, never the values.
+# Random operators that read the shapes of their tensors, never the values.
 _VALUE_FREE = {
     aten.bernoulli.p,
-    aten.rand.default,
-    aten.randn.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randperm.default,
     aten.rand_like.default,
     aten.randn_like.default,
     aten.randint_like.default,
@@ -95,7 +90,7 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
         if node.target is aten.native_dropout.default:
             hoist.dropout(node)
             continue
-        if node.target not in _VALUE_FREE:
+        if node.all_input_nodes and node.target not in _VALUE_FREE:
             raise BackendError(
                 f"{node.target} draws random numbers that may depend on computed values, which only eager supports",
                 where=node.meta.get(PLACE),

@@ -18,9 +18,8 @@ from fxpipe.passes.analysis.whole_call import WholeCall, changed_numbers, comput
 class Share(Enum):
     """A value that has no rows of the batch.
 
-    SAME: each microbatch has the whole minibatch's value. UNIFORM: the same, and its elements are equal (filled, or
-    drawn independently), so it fits any rows. SUM: the whole value is the sum of the microbatches' values, MEAN: their
-    mean.
+    SAME: each microbatch has the whole minibatch's value. UNIFORM: the same, and its elements are equal, so it fits any
+    rows. SUM: the whole value is the sum of the microbatches' values, MEAN: their mean.
     """
 
     SAME = "the same in every microbatch"

@@ -31,8 +31,8 @@ Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 
 def same_of(call: OperatorCall) -> Any:
     """The result of an operator whose arguments are all the same in every microbatch."""
-    if drawn_once(call.facts, call.node):
-        return SAME
+    if is_random(call.node):
+        return _drawn(call)
     if call.name in _FILLED:
         return UNIFORM
     tensors = call.tensors
@@ -49,6 +49,18 @@ def same_of(call: OperatorCall) -> Any:
     periods = {d: n for d, n in repeating.items() if 1 < n < call.shape()[d]}
     share = Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
     return _rows_of_view(call, share) or share
+
+
+def _drawn(call: OperatorCall) -> Any:
+    """Numbers that each sample draws for itself are rows: their mean is not the same in every microbatch."""
+    if drawn_once(call.facts, call.node):
+        return SAME
+    shape, whole = call.shape(), whole_shape(call.node)
+    if whole is None or len(whole) != len(shape) or whole == shape:
+        grown = [d for d, size in enumerate(shape) if size % call.facts.batch == 0]
+    else:
+        grown = [d for d, (mine, theirs) in enumerate(zip(shape, whole, strict=True)) if mine != theirs]
+    return Rows(grown[0]) if len(grown) == 1 else call.lost("draws numbers for several samples together")
 
 
 def drawn_once(facts: Microbatches, node: fx.Node) -> bool:
@@ -223,13 +235,11 @@ def _table(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 _FILLED = {
     "ones", "zeros", "full", "empty", "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like",
-    "full_like", "empty_like", "scalar_tensor", "empty_strided", "rand", "randn", "rand_like", "randn_like", "randint",
-    "randint_like", "fill",
+    "full_like", "empty_like", "scalar_tensor", "empty_strided", "fill",
 }  # fmt: skip
 _KEEPS_UNIFORM = {
     "clone", "_to_copy", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "squeeze",
-    "unsqueeze", "select", "slice", "repeat", "unbind", "split", "split_with_sizes", "chunk", "native_dropout",
-    "bernoulli", "normal", "sum", "mean",
+    "unsqueeze", "select", "slice", "repeat", "unbind", "split", "split_with_sizes", "chunk", "sum", "mean",
 }  # fmt: skip
 _PERIODS: dict[Dims | None, Callable[[OperatorCall], dict[int, int]]] = {
     _elements: _periods_of_elements,
@@ -237,7 +247,7 @@ _PERIODS: dict[Dims | None, Callable[[OperatorCall], dict[int, int]]] = {
 }
 _DIMS: dict[str, Dims] = {}
 for _rule, _names in (
-    (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli log_sigmoid_forward"),
+    (_elements, "clone _to_copy alias detach lift_fresh_copy copy log_sigmoid_forward"),
     (_elements, "_prelu_kernel hardswish floor_divide complex polar expand repeat"),
     (_view, "view _unsafe_view reshape _reshape_alias"),
     (_moved, "permute transpose t unsqueeze select unbind squeeze sum mean amax amin max min argmax argmin any all"),

@@ -130,7 +130,7 @@ def _alike_along_growth(call: OperatorCall, node: fx.Node) -> bool:
 
 _SIZED = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "repeat", "ones", "zeros", "full", "empty", "rand",
-    "randn", "randint", "empty_strided", "as_strided", "new_ones", "new_zeros", "new_full", "new_empty",
+    "randn", "randint", "normal", "empty_strided", "as_strided", "new_ones", "new_zeros", "new_full", "new_empty",
     "new_empty_strided", "split", "split_with_sizes", "select_backward", "slice_backward",
 }  # fmt: skip
 _PICKS = {"select", "slice", "index_select", "index", "_unsafe_index", "gather", "unbind"}
