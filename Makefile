@@ -25,7 +25,7 @@ $(USABLE): pyproject.toml constraints.txt
 	touch $@
 
 $(INSTALLED): $(USABLE)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,lightning,onnxruntime,packed,peft,transformers,zoo]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,lightning,onnxruntime,packed,peft,transformers,trl,zoo]'
 	# Their own needs may replace torch, and torchvision may be for another build of it: apart, where only the zoo looks.
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo torchvision timm
 	touch $@

@@ -26,6 +26,8 @@ REFUSED = {
     "neftune_noise_alpha": "add the noise in the model",
     "label_smoothing_factor": "compute the smoothed loss in the model",
     "auto_find_batch_size": "give per_device_train_batch_size",
+    "activation_offloading": "fxpipe inspect shows what each worker keeps; more workers keep less",
+    "sync_ref_model": "the reference of a pipeline does not change: begin another run with the trained model",
     "resume_from_checkpoint": "fxpipe run --resume goes on from its own checkpoints",
     "push_to_hub": "push what save_pretrained() has written",
     "optim_target_modules": "choose the parameters by requires_grad, in the model's factory",

@@ -64,7 +64,7 @@ def trainer_hooks(
         model: makes a new model, as `model_init` does; a PeftModel is fine.
         args: makes TrainingArguments. Made in a file that workers load, they would take each for one of several
             processes that train together, and wait for the others.
-        train_dataset, eval_dataset: as Trainer takes them.
+        train_dataset, eval_dataset: as Trainer takes them, or functions that make them.
         data_collator, processing_class: as Trainer takes them. Where the collator pads batches to several lengths,
             `--pad-to` makes few of them: what is appended follows from the tokenizer, if that pads at the right.
         compute_metrics, preprocess_logits_for_metrics: as Trainer takes them: evaluations gather all predictions.
@@ -111,7 +111,7 @@ def trainer_hooks(
 
     @functools.cache
     def train_data() -> Epochs:
-        return epochs(in_order(train_dataset, args, workers))
+        return epochs(in_order(train_dataset() if callable(train_dataset) else train_dataset, args, workers))
 
     def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         decayed = set(get_parameter_names(skeleton(), [nn.LayerNorm], NOT_DECAYED))
@@ -135,7 +135,8 @@ def trainer_hooks(
         return (scheduler, best_metric(args)) if waits else scheduler
 
     def eval_data() -> Iterable[Any]:
-        return DataLoader(eval_dataset, args.per_device_eval_batch_size, drop_last=args.dataloader_drop_last, **workers)
+        dataset = eval_dataset() if callable(eval_dataset) else eval_dataset
+        return DataLoader(dataset, args.per_device_eval_batch_size, drop_last=args.dataloader_drop_last, **workers)
 
     def measured(model: nn.Module, batch: Any) -> Mapping[str, Any]:
         with problem_type_kept(model):
@@ -302,13 +303,20 @@ def _arguments(make: Any) -> Any:
             "args is no function, and TrainingArguments that every worker makes would wait for processes of their own",
             hint="args=lambda: TrainingArguments(...)",
         )
-    hidden = {name: os.environ.pop(name) for name in PROCESSES if name in os.environ}
-    try:
+    with alone():
         arguments = make()
-    finally:
-        os.environ.update(hidden)
     refuse(arguments)
     return arguments
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, nothing says that this process is one of several."""
+    hidden = {name: os.environ.pop(name) for name in PROCESSES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _plain(model: nn.Module) -> Any:

@@ -316,6 +316,8 @@ EXTRAS = {
     "accelerate": "transformers",
     "peft": "peft",
     "lightning": "lightning",
+    "trl": "trl",
+    "datasets": "trl",
 }
 """By the name of a module that a model file may import, the extra of fxpipe that installs it."""
 
