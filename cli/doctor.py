@@ -202,6 +202,7 @@ def _report() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from fxpipe.device_copies import is_here
     from fxpipe.tracing.torch_versions import standing
 
     transports = ["local"]
@@ -209,6 +210,7 @@ def _report() -> dict[str, Any]:
         transports += [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     devices = [f"cpu ({os.cpu_count()} cores)"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    devices += ["mps (not tried on a real one; messages through the CPU's memory)"] if is_here("mps") else []
     return {
         "fxpipe": fxpipe.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,5 @@
-"""Copies between the CPU's memory and a CUDA device, and marks: the CPU does not wait until the device is idle.
+"""What devices have, copies between the CPU's memory and a CUDA device, and marks: the CPU does not wait until the
+device is idle.
 
 Copies need page-locked memory; torch keeps it from reuse until the copy is over.
 """
@@ -9,6 +10,32 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+WITHOUT_FLOAT64 = {"mps"}
+"""Devices that have neither float64 nor complex128."""
+
+LACKS_FLOAT64 = "numbers of 64 bits (float64, complex128), which {} devices do not have"
+
+
+def is_here(kind: str) -> bool:
+    """Whether torch sees a device of this kind: 'cpu', 'cuda', 'mps'."""
+    return kind == "cpu" or bool(torch.get_device_module(kind).is_available())
+
+
+def too_wide(value: object) -> bool:
+    """Whether a tensor, real or fake, has numbers of 64 bits, floating-point or complex ones of two."""
+    return isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+def widest(device: torch.device | str) -> torch.dtype:
+    """The real numbers with the most bits that a device has."""
+    return torch.float32 if torch.device(device).type in WITHOUT_FLOAT64 else torch.float64
+
+
+def widened(value: Tensor) -> Tensor:
+    """A copy in float64 or complex128; in the CPU's memory if the device has no such numbers."""
+    value = value.detach().cpu() if value.device.type in WITHOUT_FLOAT64 else value.detach()
+    return value.to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
 
 
 class ToDevice:

@@ -13,10 +13,11 @@ import torch
 
 
 class RandomState(NamedTuple):
-    """All generators' states: `cuda` is the current device's, None if CUDA is not in use; `numpy` likewise."""
+    """All generators' states: `device` is that of CUDA's current device, or of MPS, None if neither is in use; `numpy`
+    likewise."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    device: torch.Tensor | None
     python: Any
     numpy: Any
 
@@ -25,17 +26,25 @@ class TorchState(NamedTuple):
     """The states of torch's generators, as in `RandomState`."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    device: torch.Tensor | None
+
+
+def device_in_use() -> Any:
+    """Torch's module of the device in use that has a generator of its own: CUDA, or MPS; None if there is none."""
+    if torch.cuda.is_initialized():
+        return torch.cuda
+    return torch.mps if torch.backends.mps.is_available() else None
 
 
 def torch_state() -> TorchState:
     """The state now."""
-    return TorchState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+    device = device_in_use()
+    return TorchState(torch.get_rng_state(), None if device is None else device.get_rng_state())
 
 
 def alike(one: TorchState, other: TorchState) -> bool:
     """Whether nothing was drawn between two states."""
-    if one.cuda is not None and other.cuda is not None and not torch.equal(one.cuda, other.cuda):
+    if one.device is not None and other.device is not None and not torch.equal(one.device, other.device):
         return False
     return torch.equal(one.cpu, other.cpu)
 
@@ -43,8 +52,8 @@ def alike(one: TorchState, other: TorchState) -> bool:
 def set_torch_state(state: TorchState) -> None:
     """Restore a state; a device that was not in use then is left unchanged."""
     torch.set_rng_state(state.cpu)
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda)
+    if state.device is not None:
+        device_in_use().set_rng_state(state.device)
 
 
 def random_state() -> RandomState:
@@ -55,7 +64,7 @@ def random_state() -> RandomState:
 
 def set_random_state(state: RandomState) -> None:
     """Restore a state; generators that were not in use then are left unchanged."""
-    set_torch_state(TorchState(state.cpu, state.cuda))
+    set_torch_state(TorchState(state.cpu, state.device))
     random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy"].random.set_state(state.numpy)
@@ -107,11 +116,12 @@ def seed_torch(seed: int, device_type: str | None = None) -> None:
     """Seed torch's generator, and the generator of the current device of this type, in microseconds.
 
     Args:
-        device_type: None for CUDA if it is in use.
+        device_type: None for the device in use.
     """
     torch.default_generator.manual_seed(seed)
-    if device_type == "cuda" or (device_type is None and torch.cuda.is_initialized()):
-        torch.cuda.manual_seed(seed)
+    device = device_in_use() if device_type is None else {"cuda": torch.cuda, "mps": torch.mps}.get(device_type)
+    if device is not None:
+        device.manual_seed(seed)
 
 
 def seed_generators(seed: int, device_type: str = "cpu") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxpipe.codecs.blocks import SCALE, block_count, blocks_of, value_of
 from fxpipe.codecs.carry_over import CarryOver, in_range_if_finite
 from fxpipe.codecs.codec import OUTER, EdgeState
+from fxpipe.device_copies import widest
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
 
@@ -62,7 +63,7 @@ class SparseLoCo(CarryOver):
         blocks = blocks_of(target, size)
         places = blocks.abs().topk(count).indices
         values = blocks.gather(1, places)
-        magnitudes, sent = values.abs().to(torch.float64), values != 0  # their sum may leave float32's range
+        magnitudes, sent = values.abs().to(widest(values.device)), values != 0  # their sum may leave float32's range
         high = magnitudes >= _mean(magnitudes, sent)
         means = torch.cat([_mean(magnitudes, sent & ~high), _mean(magnitudes, sent & high)], 1)
         numbers = places | high.to(torch.int64) << 12 | values.signbit().to(torch.int64) << 13

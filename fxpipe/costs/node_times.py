@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, doubt, fingerprint, read
-from fxpipe.costs.timer import Rounds
+from fxpipe.costs.timer import Rounds, clock_of
 from fxpipe.errors import BuildError, CaptureError
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.printer import call_text, heading
@@ -226,7 +225,8 @@ class _Code:
         self.phase = phase
         self.feed = {**program.values, **program.example}
         self.nodes = [n for n in program if info(n).phase == phase]
-        self.tick = _event_tick if program.device == "cuda" else _tick
+        self.clock = clock_of(program.device)
+        self.tick = _event_tick if program.device == "cuda" else self._tick
         mine = set(self.nodes)
         used = dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in mine)
         self.arguments = [n.name for n in used if n.op == "placeholder"]
@@ -251,10 +251,13 @@ class _Code:
             raise self._failed(error, len(ticks) - 1) from error
         self.tick(ticks)
         values.update(zip(self.results, results, strict=True))
-        if self.tick is _tick:
+        if self.tick is not _event_tick:
             return [after - before for before, after in pairwise(ticks)]
         torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ticks)]
+
+    def _tick(self, ticks: list[float]) -> None:
+        ticks.append(self.clock())
 
     def _compiled(self, results: list[fx.Node], used: list[fx.Node], ticks: bool) -> Any:
         """`run(ticks, taken, *arguments)`: written as text, like a stage, since an fx.GraphModule takes far longer."""
@@ -303,10 +306,6 @@ def _run(codes: list[_Code]) -> list[list[float]]:
     """Forward, then backward: the seconds between the ticks of each."""
     values: dict[str, Any] = {}
     return [code(values) for code in codes]
-
-
-def _tick(ticks: list[float]) -> None:
-    ticks.append(perf_counter())
 
 
 def _event_tick(ticks: list[Any]) -> None:

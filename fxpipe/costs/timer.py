@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -50,14 +51,15 @@ class Rounds:
 
 
 def clock_of(device: str) -> Clock:
-    """The clock for what runs on a device (`cpu`, `cuda`): it waits until the device has finished its work."""
-    return _after_the_device if device.startswith("cuda") else perf_counter
+    """The clock for what runs on a device (`cpu`, `cuda`, `mps`): it waits until the device has finished its work."""
+    return perf_counter if device == "cpu" else partial(_after, device.partition(":")[0])
 
 
-def _after_the_device() -> float:
+def _after(kind: str) -> float:
     import torch
 
-    torch.cuda.synchronize()
+    if kind in ("cuda", "mps"):
+        getattr(torch, kind).synchronize()
     return perf_counter()
 
 

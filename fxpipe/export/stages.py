@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxpipe.builds.build import Build
 from fxpipe.codecs import without_codecs
+from fxpipe.device_copies import is_here
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.checked_files import CheckedModel, ExportedFile, Verdict
 from fxpipe.export.names import about, describe, names_of, row_of
@@ -82,8 +83,9 @@ def export(
         raise ExportError(
             "the build has no parameter values (--meta)", hint="give trained ones: --trained model.safetensors"
         )
-    if plan.device == "cuda" and not torch.cuda.is_available():
-        raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
+    if not is_here(plan.device):
+        kind = plan.device.upper()
+        raise ExportError(f"the build is for {kind}, and torch sees no {kind} device to run its stages on")
     if weights == "initializers":
         check_size(PIPELINE, sum(build.tensors[row.name].nbytes for row in plan.tensors), weights)
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]

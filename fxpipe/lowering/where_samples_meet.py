@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.device_copies import widened
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.next_to import NextTo, partners
-from fxpipe.stages.compare import relative_error, wide_dtype
+from fxpipe.stages.compare import relative_error
 from fxpipe.task.batch import Batch, as_scalar
 
 
@@ -101,5 +102,5 @@ def _seen(whole: Any, parts: Sequence[Any], far: float) -> Known | None:
         return None
     if all(same(part) for part in parts):
         return Share.SAME
-    total = torch.stack([part.to(wide_dtype(part)) for part in parts]).sum(0)
+    total = torch.stack([widened(part) for part in parts]).sum(0)
     return Share.MEAN if same(total / len(parts)) else Share.SUM if same(total) else None

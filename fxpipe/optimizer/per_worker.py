@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import widest
 from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.optimizer.hook import uncompiled, users
 from fxpipe.optimizer.play import Copies, Played, TooLong
@@ -276,7 +277,7 @@ def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
 def _norms(ones: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
     """The norm of each tensor, or of its difference from another."""
     tensors = ones if others is None else foreach_sub(ones, others)
-    return torch.stack([norm.double() for norm in foreach_norm(tensors)]).cpu()
+    return torch.stack([norm.to(widest(norm.device)) for norm in foreach_norm(tensors)]).cpu().double()
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import widened
+
 EXACT = 1e-4
 """The largest relative error that counts as right; rounding alone may explain a larger one."""
 
@@ -63,22 +65,16 @@ class Difference:
         return f"{self.output} {self.reason or f'is off by {self.error:.1e}, relative to its norm'}"
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which norms and differences of a tensor are computed: in float16 they may be infinite."""
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
 def norm(value: Tensor) -> float:
     """The Euclidean norm of all elements."""
-    return value.detach().to(wide_dtype(value)).norm().item()
+    return widened(value).norm().item()  # in float16 it may be infinite
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference; infinite for tensors of different shapes."""
     if actual.shape != expected.shape:
         return math.inf
-    wide = wide_dtype(expected)
-    return norm(actual.detach().to(wide) - expected.detach().to(wide))
+    return norm(widened(actual) - widened(expected))
 
 
 def relative_error(actual: Tensor | None, expected: Tensor, least: float = 0.0) -> float:
@@ -91,8 +87,7 @@ def relative_error(actual: Tensor | None, expected: Tensor, least: float = 0.0) 
     off = distance(actual, expected)
     if math.isfinite(off):
         return off / max(norm(expected), least, 1e-30)
-    wide = wide_dtype(expected)
-    return 0.0 if torch.allclose(actual.detach().to(wide), expected.detach().to(wide), equal_nan=True) else math.inf
+    return 0.0 if torch.allclose(widened(actual), widened(expected), equal_nan=True) else math.inf
 
 
 def error_of_all(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -190,7 +185,7 @@ def _difference(name: str, actual: Tensor | None, expected: Tensor, floor: float
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
     """Masks of the elements of usual size, and of those far above it: a mask of −1e9 would hide other errors."""
-    size = value.abs().double()
+    size = widened(value.abs())
     usual = size[size > 0]
     if not usual.numel():
         return size >= 0, size < 0

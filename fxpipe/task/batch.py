@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.device_copies import LACKS_FLOAT64, WITHOUT_FLOAT64, is_here, too_wide, widest
 from fxpipe.errors import BatchError, listed
 from fxpipe.plan.spec import LeafSpec, PadSpec, TensorSpec
 from fxpipe.task.containers import flatten, is_text, qualified
@@ -55,8 +56,8 @@ def is_number(value: Any) -> bool:
 
 
 def as_scalar(number: int | float, device: str = "cpu") -> torch.Tensor:
-    """A number as a tensor without dimensions: float64, or int64 for an int."""
-    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device=device)
+    """A number as a tensor without dimensions: float64, float32 where a device has no more, or int64 for an int."""
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else widest(device), device=device)
 
 
 def said(constant: Any) -> str:
@@ -352,8 +353,15 @@ def _check_constant(name: str, value: torch.Tensor) -> None:
 
 def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Move the model and a batch's tensors to a device."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
+    if not is_here(device):
+        what = f"torch sees no {device.upper()} device"
+        raise BatchError(what, hint="use --device cpu; `fxpipe doctor` shows the devices")
+    if device in WITHOUT_FLOAT64:
+        whole = Batch.of(batch)
+        tensors = (*model.named_parameters(), *model.named_buffers(), *zip(whole.names, whole.values, strict=True))
+        if wide := [name for name, value in tensors if too_wide(value)]:
+            what = f"{listed(wide)}: {LACKS_FLOAT64.format(device.upper())}"
+            raise BatchError(what, hint="make them float32, or use --device cpu", page="devices")
     return model.to(device), Batch.of(batch).on(device).given
 
 

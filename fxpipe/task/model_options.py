@@ -22,14 +22,16 @@ class ModelOptions:
     """How a model is made.
 
     Attributes:
-        device: 'cpu' or 'cuda'; None is the model's own.
+        device: 'cpu', 'cuda' or 'mps'; None is the model's own.
         seed: of the initial weights.
         meta: parameters get no values, for models larger than memory.
         settings: values for `fxpipe.setting`, each as `name=value`.
         arguments: the model file's own command line.
     """
 
-    device: str | None = option(None, choices=("cpu", "cuda"), help="Device of the workers. [default: the model's]")
+    device: str | None = option(
+        None, choices=("cpu", "cuda", "mps"), help="Device of the workers. [default: the model's]"
+    )
     seed: int = option(0, metavar="N", help="Seed for the initial weights.")
     meta: bool = option(
         False, help="Give parameters no values, for a model larger than memory; `fxpipe run` makes or reads them."

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.device_copies import ToDevice
+from fxpipe.device_copies import ToDevice, widest
 from fxpipe.errors import BatchError
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.spec import LeafSpec, TensorSpec
@@ -106,7 +106,8 @@ class Splitter:
         if leaf.tensor is None:
             return value
         if not isinstance(value, torch.Tensor):
-            return torch.full((), value, dtype=getattr(torch, leaf.tensor.dtype), device=self.device)
+            dtype = widest(self.device) if leaf.tensor.dtype == "float64" else getattr(torch, leaf.tensor.dtype)
+            return torch.full((), value, dtype=dtype, device=self.device)
         if value.is_meta:
             raise BatchError(
                 f"{leaf.name} is on the meta device and has no values",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fxpipe.device_copies import widest
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import Batch
 from fxpipe.torch_private import UNKNOWN
@@ -70,7 +71,7 @@ class BatchReads:
                 return tensor
             if not alone:
                 return tensor.to(_as_python(tensor, others))
-            return tensor.double() if name in _DIVISIONS else tensor
+            return tensor.to(widest(tensor.device)) if name in _DIVISIONS else tensor
 
         try:
             result = traced(mapped(args, typed), mapped(kwargs, typed))

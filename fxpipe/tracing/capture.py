@@ -180,7 +180,11 @@ class Example:
             if leaf.tensor
         ]
         laid_out = iter(inputs)
-        leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in batch.leaves]
+        specs = [tensor_spec(next(laid_out)) if leaf.tensor else None for leaf in batch.leaves]
+        leaves = [  # of a number, the same on every device
+            replace(leaf, tensor=spec) if isinstance(value, torch.Tensor) and spec else leaf
+            for leaf, spec, value in zip(batch.leaves, specs, batch.values, strict=True)
+        ]
         return Example(batch, leaves, inputs, reads)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe import user_lines
+from fxpipe.device_copies import LACKS_FLOAT64, WITHOUT_FLOAT64, too_wide
 from fxpipe.errors import CaptureError
 from fxpipe.ir.aten import true_value, viewed
 from fxpipe.ir.program import (
@@ -85,6 +86,9 @@ class Reader:
         cast = {slots[row] for row in self.tensors.cast}
         self.casts = {n: {} for n in nodes if n in forward and n.target is _CAST and n.args[0] in cast and _is_ours(n)}
         for node in nodes:
+            if device in WITHOUT_FLOAT64 and too_wide(node.meta.get("val")):
+                what = f"the step computes with {LACKS_FLOAT64.format(device.upper())}"
+                raise CaptureError(what, where=_line(node), hint="compute in float32", page="devices")
             if node in self.casts or self._is_effect(node):
                 continue
             if node.op == "call_function":

@@ -171,7 +171,12 @@ def test_a_pipeline_trains_as_the_trainer_does(
         ("SFT", "packing=True, max_length=32", "{}", "packing_strategy='bfd' joins the samples of a batch to one row"),
         ("DPO", "sync_ref_model=True", "{}", "the reference of a pipeline does not change"),
         ("SFT", "use_liger_kernel=True", "{}", "use_liger_kernel=True: change the model in its factory"),
-        ("SFT", "", '{"compute_metrics": len}', "SFTTrainer is given compute_metrics, which a pipeline does not follow"),
+        (
+            "SFT",
+            "",
+            '{"compute_metrics": len}',
+            "SFTTrainer is given compute_metrics, which a pipeline does not follow",
+        ),
         ("SFT", "", '{"eval_dataset": {"a": [], "b": []}}', "give one of them: a, b"),
     ],
 )

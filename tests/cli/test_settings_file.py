@@ -90,7 +90,7 @@ def test_the_file_is_between_the_command_line_and_the_model_file(tmp_path: Path)
 def test_a_comment_says_what_an_option_without_a_value_takes(tmp_path: Path) -> None:
     _, lines = configuration("compile", written(tmp_path, None), "--config", "none")
     assert lines[0].startswith("# Options of this compile. Save as fxpipe.toml next to the model file; ")
-    assert {*lines} >= {"# fp-cut = MODULE  # default", "# device = [cpu|cuda]  # default: the model's"}
+    assert {*lines} >= {"# fp-cut = MODULE  # default", "# device = [cpu|cuda|mps]  # default: the model's"}
 
 
 def test_another_file_or_none(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_configuration_of_a_compile_goes_round(tmp_path: Path) -> None:
         "verify = true  # command line",
         'fp-cut = ["blocks.2"]  # fxpipe.toml',
         "# dp = 1  # default",
-        "# device = [cpu|cuda]  # default: the model's",
+        "# device = [cpu|cuda|mps]  # default: the model's",
         "lr = 0.3  # command line",
     ):
         assert line in lines

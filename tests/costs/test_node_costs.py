@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.costs import node_times as clock
+from fxpipe.costs import timer
 from fxpipe.costs.node_times import measure
 from fxpipe.costs.node_times import node_costs as found
 from fxpipe.costs.timer import Rounds
@@ -79,7 +80,7 @@ def two_layers() -> Program:
 
 def test_nodes_are_scaled_to_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks at this clock lies a second: a plain phase takes one, and so does each node between ticks."""
-    monkeypatch.setattr(clock, "perf_counter", TickTock())
+    monkeypatch.setattr(timer, "perf_counter", TickTock())
     program = folded("gpt")
     seconds, ratios, _ = measure(program, repeats=3)
     counts = {p: sum(info(n).phase == p for n in program) for p in ("F", "B")}
@@ -90,7 +91,7 @@ def test_nodes_are_scaled_to_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch
 
 
 def test_disturbed_runs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "perf_counter", TickTock())
+    monkeypatch.setattr(timer, "perf_counter", TickTock())
     run, runs = clock._run, iter(range(100))
 
     def disturbed(*arguments: Any) -> Any:

@@ -47,7 +47,8 @@ class Case:
         processes: a worker in each, as torchrun starts them, with messages through shared memory or pretended
             devices' memory, over gloo, or by NCCL's rules; 'mixed' are such memory and sums by NCCL's rules.
         own: trained call by call, by a loop of the user's own.
-        device: of model and batches; 'pretended' is in a process that has it (see `pretended_device`).
+        device: of model and batches; 'pretended' is in a process that has it (see `pretended_device`), and 'narrow' is
+            the same without float64.
     """
 
     model: str = axis("chain", "gpt", "dropout", "conv", "lstm", "function", "dict", "texts", "towers", "packed",
@@ -79,7 +80,7 @@ class Case:
     moved: bool = axis(False, True)
     processes: str = axis("", "shared", "gloo", "nccl", "peer", slow=("mixed",))
     own: bool = axis(False, True)
-    device: str = axis("cpu", slow=("pretended",))
+    device: str = axis("cpu", slow=("pretended", "narrow"))
 
     @property
     def mixed(self) -> bool:

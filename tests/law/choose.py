@@ -86,9 +86,13 @@ def exists(case: Case) -> bool:
     no_state = case.state != "none" and not case.fades
     moved = case.moved and not movable(case)
     elsewhere = case.device != "cpu" and (case.engine != "eager" or case.processes == "shared")
+    wide = case.device == "narrow" and case.precision == "float64"
+    number = case.device != "cpu" and "sparseloco" in case.codec  # the pretended device has no `tensor & number`
     impossible = (
         own
         or no_state
+        or wide
+        or number
         or moved
         or case.workers % several
         or padded

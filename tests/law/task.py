@@ -314,7 +314,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Of the model and the batches."""
-        return torch.device(pretended_device.NAME if self.case.device == "pretended" else "cpu")
+        return torch.device("cpu" if self.case.device == "cpu" else pretended_device.NAME)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = opaque if self.weighed else self.of.loss
@@ -414,8 +414,8 @@ class Task:
 
     def hooks(self) -> dict[str, Any]:
         """What a model file of this case defines; from now on, this process has its device."""
-        if self.case.device == "pretended":
-            pretended_device.set_up()
+        if self.case.device != "cpu":
+            pretended_device.set_up(narrow=self.case.device == "narrow")
         found: dict[str, Any] = {name: getattr(self, name) for name in ("model", "loss", "train_data", "optimizer")}
         if self.case.rate in RATES:
             found["lr_scheduler"] = RATES[self.case.rate]

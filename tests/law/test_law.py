@@ -59,7 +59,11 @@ def test_the_law_at_random(case: Case, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.skipif(bool(pretended_device.LACKS), reason=pretended_device.LACKS)
-@pytest.mark.parametrize("case", random_cases(ELSEWHERE, "device", "pretended"), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    random_cases(ELSEWHERE, "device", "pretended") + random_cases(ELSEWHERE // 2, "mps", "narrow"),
+    ids=str,
+)
 def test_the_law_on_another_device(case: Case) -> None:
     _needs_kernels(case)
     code, text = tried(case)

@@ -17,12 +17,16 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
+from fxpipe.device_copies import WITHOUT_FLOAT64
+
 NAME = "privateuseone"
 SET_UP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 LACKS = "" if SET_UP else "this torch has no backends in Python"
 """Why there is no such device, for `skipif`."""
 
 MIXED = "a tensor of the CPU meets one of the device"
+
+NARROW = "a narrow device has no tensors"
 
 _CPU, _OTHER = 1, 12
 """Numbers of the devices in DLPack."""
@@ -68,9 +72,12 @@ class _Module:
         return [torch.bfloat16, torch.float16]
 
 
-def set_up() -> None:
-    """Let this process have the device, for good."""
+def set_up(narrow: bool = False) -> None:
+    """Let this process have the device, for good; a narrow one has no float64, as MPS."""
     assert SET_UP, LACKS
+    if narrow:
+        WITHOUT_FLOAT64.add(NAME)
+        Tensor.__repr__ = _written(Tensor.__repr__)  # type: ignore[method-assign]
     if _libraries:
         return
     SET_UP(NAME, _Module())
@@ -120,6 +127,15 @@ def _attending(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
+def _written(otherwise: Callable[..., str]) -> Callable[..., str]:
+    """`Tensor.__repr__`: torch reads tensors of MPS on the CPU, since it writes numbers as float64."""
+
+    def written(tensor: Tensor, **more: Any) -> str:
+        return otherwise(tensor.detach().cpu() if is_there(tensor) else tensor, **more)
+
+    return written
+
+
 def _deep_copied(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`Tensor.__deepcopy__`: torch's own copies a storage, which no allocator of the device can make."""
 
@@ -133,6 +149,8 @@ def _deep_copied(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _relabelled(tensor: Tensor, device: int) -> Tensor:
     """The same memory as another device's."""
+    if device == _OTHER and NAME in WITHOUT_FLOAT64 and tensor.dtype in (torch.float64, torch.complex128):
+        raise TypeError(f"{NARROW} in {tensor.dtype}")
     capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
     place = ctypes.pythonapi.PyCapsule_GetPointer
     place.restype, place.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

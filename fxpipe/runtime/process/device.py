@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from fxpipe.device_copies import is_here
 from fxpipe.errors import RunError
 from fxpipe.messages import warn
 from fxpipe.planner.device import INFINITE, Device, at_peak
@@ -23,12 +24,15 @@ def own_device(kind: str) -> torch.device:
     Raises:
         RunError: there is none of the build's kind.
     """
-    if kind != "cuda":
+    if kind not in ("cuda", "mps"):
         return torch.device(kind)
     late = CONNECTIONS not in os.environ and torch.cuda.is_initialized()
     widen_queues()
-    if not torch.cuda.is_available():
-        raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
+    if not is_here(kind):
+        what = f"the build is for {kind.upper()}, but torch sees no {kind.upper()} device"
+        raise RunError(what, hint="compile with --device cpu")
+    if kind != "cuda":
+        return torch.device(kind)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if late and local_rank == 0:
         warn(
@@ -53,9 +57,10 @@ def common_backend(device: torch.device) -> str:
 def devices_of(device: torch.device, peak: float | None, process: int) -> list[Device | None]:
     """The devices of a run, each once, with their peaks as `flops`; None where a peak is not known. Called by all.
 
-    A machine's CPU counts once for each process. `peak` is the FLOP/s of each device, if the user gave them.
+    A machine's CPU counts once for each process, and so does MPS. `peak` is the FLOP/s of each device, if the user gave
+    them.
     """
-    name, which = "cpu", f"process {process}"
+    name, which = device.type, f"process {process}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, which = properties.name, f"{socket.gethostname()} {properties.uuid}"

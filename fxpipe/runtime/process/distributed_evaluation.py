@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import widest
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.plan import Plan
 from fxpipe.runtime.process.best_weights import metrics_of
@@ -158,8 +159,9 @@ class DistributedEvaluation:
             self._collective.start_comparison(key, [(each.shape, each.weight, each.checksum) for each in batches])
             check_read_alike(self._collective, key, "an evaluation", "eval_data()")
             counts = [sum(share.values()) for share in shares]
-            self._collective.start_gather(("metrics", 0), values.to(self.plan.device), counts)
-            values = self._collective.take(("metrics", 0)).cpu()
+            device = self.plan.device
+            self._collective.start_gather(("metrics", 0), values.to(device, widest(device)), counts)
+            values = self._collective.take(("metrics", 0)).cpu().double()
         sizes = {place: size for share in shares for place, size in share.items()}
         parts = dict(zip(sizes, values.split([*sizes.values()]), strict=True))
         means = whole_metrics(self.plan, batches, parts, self._data.of_all)

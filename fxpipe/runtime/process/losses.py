@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from fxpipe.device_copies import ToCpu
+from fxpipe.device_copies import ToCpu, widened
 from fxpipe.plan.plan import Plan
 from fxpipe.runtime.wires.addresses import LOSS, ProcessLine
 from fxpipe.runtime.wires.one_process import Turns
@@ -140,7 +139,7 @@ class Losses:
         """Take a loss that counts: replicas here have the same, or one of their own."""
         if loss is None or executor is not self._computer:
             return False
-        numbers = ToCpu(loss.value.detach().reshape(-1).to(torch.float64))
+        numbers = ToCpu(widened(loss.value.reshape(-1)))
         self.newest = loss.value.reshape(-1)[0]
         self._coming.pop(loss.minibatch).comes(numbers)
         self._leaving.append((loss.minibatch, numbers))

@@ -140,8 +140,8 @@ def _take_over(build: Path, folder: Path) -> None:
 def _as_before(plan: Plan, costs: BuildCosts) -> list[str]:
     """The options of a build's compile that `--like` does not take from it."""
     flags = ["--accept-optimizer-per-worker", "--cost", "measured" if costs.times else "analytic"]
-    if plan.device == "cuda":
-        flags += ["--device", "cuda"]
+    if plan.device in ("cuda", "mps"):
+        flags += ["--device", plan.device]
     if plan.weights.meta:
         flags += ["--meta"]
     if not plan.rows and plan.virtual:

@@ -121,6 +121,11 @@ class ProcessWires:
         """The memory through which processes of one machine exchange messages."""
         return "shared memory" if self.device.type == "cpu" else "peer memory"
 
+    @property
+    def _unshared(self) -> str:
+        """Why no message goes through memory that processes share, where it was not tried."""
+        return f"{self.device.type} devices share no memory" if self.shares else "--throttle"
+
     def isend(self, value: Tensor, way: Way) -> Posted | None:
         rank, tag = self._process_of(way.worker, way.replica), self._tag_of(way)
         if rank == self.rank:
@@ -180,7 +185,7 @@ class ProcessWires:
             return Pieces([dist.irecv(data[place], source, tag=tag) for place in pieces(len(data))])
 
     def _carrier(self, source: int, target: int) -> Carrier:
-        why = self._shared.without.get((source, target), "--throttle")
+        why = self._shared.without.get((source, target), self._unshared)
         if not why:
             return Carrier(source, target, self._memory, "same machine, same user")
         if not self.staged:

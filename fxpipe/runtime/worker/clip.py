@@ -12,6 +12,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from fxpipe.device_copies import widest
 from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.runtime.worker.setting import WorkerSetting
 from fxpipe.torch_private import foreach_norm
@@ -54,7 +55,8 @@ class Clip(UpdatePart):
         """Where replicas share the update, send the others the norms of this one's share of the gradients."""
         if self._shares:
             assert self._collective is not None
-            norms = torch.tensor(norms_of(self._parameters), dtype=torch.float64, device=self._parameters[0].device)
+            device = self._parameters[0].device
+            norms = torch.tensor(norms_of(self._parameters), dtype=widest(device), device=device)
             self._collective.start_gather(("norms", minibatch), norms, [len(norms)] * self._collective.replicas)
 
     def _norms(self, minibatch: int) -> list[float]:
@@ -177,6 +179,6 @@ class PipelinedClip(Clip):
 def norms_of(parameters: Sequence[nn.Parameter]) -> list[float]:
     """The norm of each parameter's gradient; −1 where there is no gradient."""
     present = [p.grad for p in parameters if p.grad is not None]
-    norms = torch.stack([norm.double() for norm in foreach_norm(present)]).tolist() if present else []
+    norms = torch.stack([norm.to(widest(norm.device)) for norm in foreach_norm(present)]).tolist() if present else []
     known = iter(norms)
     return [-1.0 if p.grad is None else next(known) for p in parameters]

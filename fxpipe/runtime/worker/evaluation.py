@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import widened
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.plan import Plan
@@ -220,7 +221,7 @@ class Evaluator:
 
 def _numbers(value: Tensor) -> Tensor:
     """Those of a metric, in a copy; if there are several, on the CPU."""
-    numbers = value.detach().to(torch.float64, copy=True).reshape(-1)
+    numbers = widened(value).reshape(-1)
     return numbers if numbers.numel() == 1 else numbers.cpu()
 
 

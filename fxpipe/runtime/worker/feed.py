@@ -20,6 +20,7 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
 from fxpipe.random_state import (
     TorchState,
+    device_in_use,
     random_state,
     random_state_kept,
     seed_everything,
@@ -133,8 +134,8 @@ class Feed(Observer):
         data, generator = copy.deepcopy(self._data.state_dict()), generator_of(self._data)
         own = None if generator is None else generator.get_state()
         mark = {"data": data, "torch": self._state.cpu, "python": state.python, "numpy": numpy, "generator": own}
-        if self._state.cuda is not None:
-            mark["cuda"] = self._state.cuda
+        if self._state.device is not None:
+            mark["cuda"] = self._state.device
         self._marks[self._given] = mark
 
     def _load(self, batches: int, mark: Mapping[str, Any]) -> None:
@@ -198,8 +199,8 @@ class Feed(Observer):
     def _own_random(self) -> Iterator[None]:
         outside = torch_state()
         set_torch_state(self._state)
-        if self._state.cuda is None and torch.cuda.is_initialized():  # since the latest batch
-            torch.cuda.manual_seed(self._seed)
+        if self._state.device is None and (device := device_in_use()) is not None:  # since the latest batch
+            device.manual_seed(self._seed)
         try:
             yield
         finally:

@@ -143,7 +143,7 @@ def unscale(gradients: Sequence[Tensor], scale: float) -> float:
         kinds.setdefault((real.device, real.dtype), []).append(real)
     found = 0.0
     for (device, _), alike in kinds.items():
-        inverse = torch.full((), scale, device=device).double().reciprocal().float()
+        inverse = torch.full((), float(torch.full((), scale).double().reciprocal()), device=device)
         flag = torch.zeros(1, device=device)
         unscale_and_check_(alike, flag, inverse)
         found = max(found, float(flag))

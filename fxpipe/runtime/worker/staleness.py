@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.device_copies import widest
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.runtime.worker.part import UpdatePart
 from fxpipe.runtime.worker.setting import WorkerSetting
@@ -120,4 +121,5 @@ def _forwards(demand: Demand, owner: int, trained: Iterable[str]) -> list[tuple[
 
 
 def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64 if not tensor.is_complex() else None)) ** 2
+    real = None if tensor.is_complex() else widest(tensor.device)
+    return float(torch.linalg.vector_norm(tensor, dtype=real)) ** 2
