@@ -275,7 +275,10 @@ class Reader:
         rename(node, ("d_" if phase == "B" else "") + stem)
 
     def _is_effect(self, node: fx.Node) -> bool:
-        """Whether a node only carries or orders side effects: torch threads a token through operators that check."""
+        """Whether a node only carries or orders side effects, or marks a time: torch threads a token through operators
+        that check, and marks for profilers what it runs."""
+        if getattr(node.target, "namespace", None) == "profiler":
+            return True
         if node.target is with_effects:
             operator = node.args[1]
             if operator is not torch.ops.aten._linalg_check_errors.default:

@@ -256,3 +256,11 @@ def test_names_in_files_are_those_of_the_state_dict() -> None:
     assert "2.kernel" in state
     model.load_state_dict(state)
     assert torch.equal(last.weight, state["2.kernel"])
+
+
+def test_data_parallel_is_what_it_wraps() -> None:
+    """It marks its calls for the profiler, which no stage does; its names stay."""
+    model = nn.DataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    build = fxpipe.compile(model, lambda m, x: m(x).square().mean(), torch.randn(4, WIDTH), workers=2, cost="analytic")
+    assert not any("profiler" in source for source in build.files.values())
+    assert build.local().state_dict().keys() == model.state_dict().keys()
