@@ -91,14 +91,13 @@ def rewrapped(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
     return wrapper
 
 
-def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The plain tensors of `state_dict()`, by name, not copied.
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What `state_dict()` says, tensors not copied.
 
     Where a weight has no values (`--meta`), bitsandbytes' text of how it is packed has a number of the greatest length.
     """
     with _NumbersOfMeta():
-        state = model.state_dict(keep_vars=True).items()
-    return dict(plain for name, value in state if isinstance(value, Tensor) for plain in plain_tensors(name, value))
+        return model.state_dict(keep_vars=True)
 
 
 class _NumbersOfMeta(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe import user_lines
 from fxpipe.device_copies import LACKS_FLOAT64, WITHOUT_FLOAT64, too_wide
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, listed
 from fxpipe.ir.aten import true_value, viewed
 from fxpipe.ir.program import (
     INFO,
@@ -74,6 +74,9 @@ class Reader:
         self.example: dict[str, torch.Tensor] = {}
         self.constants: list[Buffer] = []
         self.warnings: list[str] = list(traced.warnings)
+        if tensors.unsaved and not traced.evaluates:
+            names = listed(tensors.unsaved, 4)
+            self.warnings.append(f"files of weights leave out {names}, which state_dict() makes anew at each call")
         self.tangents: list[fx.Node] = []
         self.tokens: set[fx.Node] = set()
         self.casts: dict[fx.Node, dict[Any, fx.Node]] = {}  # by a parameter's cast, its copies by module and region

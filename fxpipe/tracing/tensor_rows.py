@@ -19,7 +19,7 @@ from fxpipe.task.wrapped_tensors import (
     packed_as,
     packs,
     plain_tensors,
-    state_tensors,
+    state_of,
     wraps,
 )
 from fxpipe.torch_private import BUFFERS, PARAMETERS
@@ -119,7 +119,9 @@ class TensorRows:
         A hook of the state dict may rename a tensor, which is then found by its memory, or copy it, found by its name.
         How a frozen weight is packed (`weight.quant_state…`, `weight_format`) is no tensor of the model: it gets a row.
         """
-        state = state_tensors(self.model)
+        entries = state_of(self.model)
+        tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        state = dict(plain for entry in tensors.items() for plain in plain_tensors(*entry))
         by_name = {name: row for row, names in enumerate(self.names) for name in names}
         rows = {name: self._rows.get(_identity(tensor), by_name.get(name)) for name, tensor in state.items()}
         frozen = tuple(n for n, row in rows.items() if row is not None and not self.values[row].requires_grad)
@@ -130,6 +132,7 @@ class TensorRows:
         saved: dict[int | None, list[str]] = {}
         for name, row in rows.items():
             saved.setdefault(row, []).append(name)
+        self.unsaved = (*saved.get(None, ()), *(name for name in entries if name not in tensors))
         return [tuple(saved.get(row, ())) for row in range(len(self.names))]
 
     def _add_wrapper(self, name: str, tensor: torch.Tensor) -> int:

@@ -229,9 +229,19 @@ def test_parameters(feature: Feature) -> None:
     check(feature)
 
 
+class WithExtraState(nn.Tanh):
+    """Some libraries' modules save what is no tensor of theirs."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
 def test_names_in_files_are_those_of_the_state_dict() -> None:
     """A wrapper of checkpointing leaves itself out there; a hook may rename a tensor."""
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(WIDTH, WIDTH)), WithExtraState(), nn.Linear(WIDTH, WIDTH))
     model.append(nn.BatchNorm1d(WIDTH))
     last = model[2]
 
@@ -251,6 +261,8 @@ def test_names_in_files_are_those_of_the_state_dict() -> None:
     pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
     pipeline.run([batch, batch])
     state = pipeline.state_dict()
+    assert build.warnings == ("files of weights leave out 1._extra_state, which state_dict() makes anew at each call",)
+    state["1._extra_state"] = {}
     assert state.keys() == model.state_dict().keys()
     assert "0.weight" in state, "a wrapper of checkpointing leaves itself out"
     assert "2.kernel" in state
