@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import CutError, near
 from fxpipe.ir.program import Program, info
@@ -13,14 +13,20 @@ from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.recompute import LEAST, Room
 from fxpipe.planner.branches import graph_of_cuts
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.device import BUSES
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule.check import moments
+from fxpipe.schedule.graph import Graph
 from fxpipe.search.side_by_side import planned_side_by_side
 
 WORTH = 0.02
 """How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
+
+ASSUMED, MEASURED = 1 / 3, 0.9
+"""The share of the links' bandwidth at which they must still be that: links that no one has measured may be slower."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,7 @@ def choose_cuts(
     _refuse_parted_buffers(program.units, profile, cuts.forward)
     if not options.recomputes:
         return Choice(cuts)
-    graph = () if options.replicas else graph_of_cuts(profile, cuts)
-    priced = of_cuts(profile, setting.workers(options.stages, graph=graph), cuts)
+    priced = of_cuts(profile, setting.workers(options.stages, graph=_graph(profile, cuts, options)), cuts)
     return Choice(cuts, rooms=_rooms(profile, priced, options, setting))
 
 
@@ -82,8 +87,7 @@ def _rooms(profile: Profile, partition: Partition, options: CompileOptions, sett
         return ()
     if options.recompute == "full":
         return (LEAST,) * options.stages
-    graph = () if options.replicas else graph_of_cuts(profile, partition.cuts)
-    schedule = setting.schedule_of(options.stages).along(graph)
+    schedule = setting.schedule_of(options.stages).along(_graph(profile, partition.cuts, options))
     memory = setting.workers(options.stages).memory
     return tuple(
         Room(memory[k] - (load.memory - load.values), moments(schedule, k)) for k, load in enumerate(partition.loads)
@@ -104,8 +108,26 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
         least = max(WORTH, profile.noise(options.stages))
-        chosen = chosen if _gain(chosen, found["same"]) > least else found["same"]
+        pair = chosen, found["same"]
+        if _gain(*pair) <= least or _gain(*_over_slower_links(pair, profile, options, setting)) <= WORTH:
+            chosen = found["same"]
     return (*(p for p in found.values() if p is not chosen), chosen)
+
+
+def _over_slower_links(
+    partitions: Sequence[Partition], profile: Profile, options: CompileOptions, setting: Setting
+) -> list[Partition]:
+    """What the same cuts cost if the links are slower than they are taken to be."""
+    assumed = setting.links in (GLOO_LOOPBACK, NCCL_NODE, *BUSES.values())
+    slower = replace(setting, links=setting.links.slower(ASSUMED if assumed else MEASURED))
+    return [
+        of_cuts(profile, slower.workers(options.stages, graph=_graph(profile, p.cuts, options)), p.cuts, mode=p.mode)
+        for p in partitions
+    ]
+
+
+def _graph(profile: Profile, cuts: Cuts, options: CompileOptions) -> Graph:
+    return () if options.replicas else graph_of_cuts(profile, cuts)
 
 
 def _gain(separate: Partition, same: Partition) -> float:
@@ -117,8 +139,10 @@ def lost_in_noise(compared: Sequence[Partition], profile: Profile) -> str:
     compared; '' if they are not."""
     *others, chosen = compared
     noise, gain = profile.noise(len(chosen.loads)), max((_gain(other, chosen) for other in others), default=0.0)
-    if chosen.mode != "same" or not WORTH < gain <= noise:
+    if chosen.mode != "same" or gain <= WORTH:
         return ""
+    if gain > noise:
+        return f"separate ones would gain {gain:.1%}, but not over slower links"
     return f"separate ones would gain {gain:.1%}, within the noise of the measured times ({noise:.0%})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.errors import ProfileError
@@ -51,6 +51,12 @@ class Links:
     def seconds(self, source: int, target: int, size: float) -> float:
         """How long a message of `size` bytes occupies its direction of the link, without the latency."""
         return size / self.bandwidth_of(source, target)
+
+    def slower(self, share: float) -> Links:
+        """The same links with this share of their bandwidth."""
+        rows = self.bandwidth if isinstance(self.bandwidth, tuple) else ((self.bandwidth,),)
+        less = tuple(tuple(share * rate for rate in row) for row in rows)
+        return replace(self, bandwidth=less if isinstance(self.bandwidth, tuple) else less[0][0])
 
     def slowest(self, count: int) -> tuple[float, float]:
         """The least bandwidth and the greatest latency between any two of `count` workers; of one, to itself."""
