@@ -28,8 +28,10 @@ from fxpipe.random_state import random_state_kept
 LENGTHS = 64
 """Samples are padded to multiples of it, where the arguments name no other: a build has stages for each length."""
 
-NOT_FOLLOWED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "optimizers")
-NOT_FOLLOWED += ("optimizer_cls_and_kwargs", "quantization_config")
+NOT_FOLLOWED = (
+    *("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"),
+    *("optimizers", "optimizer_cls_and_kwargs", "quantization_config"),
+)
 """What the trainers take and nothing here follows."""
 
 
@@ -60,7 +62,7 @@ def trl_hooks(trainer: Any, *, model: Callable[[], nn.Module], args: Any, **give
         )
     if isinstance(eval_dataset := given.get("eval_dataset"), Mapping):
         raise TaskError("eval_dataset is several data sets", hint=f"give one of them: {', '.join(eval_dataset)}")
-    paired, of_model = issubclass(trainer, DPOTrainer), []
+    paired, of_model = issubclass(trainer, DPOTrainer), list[Any]()
     changed: dict[str, Any] = {name: given[name] for name in ("peft_config", "processing_class") if given.get(name)}
 
     def make() -> Any:
@@ -131,7 +133,8 @@ def trl_hooks(trainer: Any, *, model: Callable[[], nn.Module], args: Any, **give
 
 def loss_of(trainer: Any, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """What the trainer's `compute_loss` gives for this model, and what it would log, as tensors."""
-    seen, metrics = copy.copy(trainer), {"train": defaultdict(list), "eval": defaultdict(list)}
+    seen = copy.copy(trainer)
+    metrics: dict[str, dict[str, list[Any]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
     alone_here = SimpleNamespace(
         gather=_ToLog,
         gather_for_metrics=_ToLog,
@@ -141,7 +144,10 @@ def loss_of(trainer: Any, model: nn.Module, batch: dict[str, Any]) -> tuple[Tens
         parallelism_config=None,
     )
     vars(seen).update({"model": model, "accelerator": alone_here, "_metrics": metrics})
-    plain = {"_use_triton": lambda device: False, "_ChunkedLogProbFunction": SimpleNamespace(apply=_log_probs)}
+    plain: dict[str, Any] = {
+        "_use_triton": lambda device: False,
+        "_ChunkedLogProbFunction": SimpleNamespace(apply=_log_probs),
+    }
     with patch.multiple("trl.trainer.utils", **plain), _RowsChosen():
         loss = seen.compute_loss(model, batch)
     logged = {name: value for of_mode in metrics.values() for name, [value] in of_mode.items()}
