@@ -14,6 +14,7 @@ from commands import fxpipe
 from families.entry import define_torchvision_ops
 
 NEEDS = {
+    "dpo.py": ("trl", "peft"),
     "lightning_adapter.py": ("lightning", "torchmetrics"),
     "qlora.py": ("bitsandbytes", "peft"),
     "trainer_adapter.py": ("transformers", "accelerate"),
@@ -167,6 +168,7 @@ def test_a_base_in_4_bits_is_planned_and_trained_without_loading_it(tmp_path: Pa
             "lightning_adapter.py",
             ("the last one of 16 rows", "Lightning after step 78", "best weights: f1 0.8023 of step"),
         ),
+        ("dpo.py", ("as PeftModel.from_pretrained loads the adapter",)),
         ("qlora.py", ("as PeftModel.from_pretrained loads them",)),
         ("trainer_adapter.py", ("the last one of 16 rows", "early end: Trainer after step", "best weights: f1 ")),
     ],
