@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 
@@ -14,6 +15,7 @@ from fxpipe.settings import pairs, use
 
 def main(name: str, threads: int, steps: int, settings: list[str]) -> None:
     """Train; `settings` are those of `fxpipe.setting`, as `layers=2`."""
+    os.environ["RANK"] = "0"
     torch.set_num_threads(threads)
     use(pairs(settings))
     subject = importlib.import_module(name)

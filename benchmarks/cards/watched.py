@@ -26,8 +26,7 @@ def resident(key: str = "VmRSS") -> int:
 
 def adamw(named_parameters: Sequence[tuple[str, nn.Parameter]], imported: int) -> torch.optim.Optimizer:
     """The optimizer, which is the last thing that a side asks for before it trains; `imported` are the bytes then."""
-    rank = os.environ.get("RANK", "eager")
-    if rank == "eager" or "WORLD_SIZE" in os.environ:
+    if rank := os.environ.get("RANK"):  # a compile asks for the optimizer, too
         # Every tensor is in pages of its own, which go back when it goes; and the peak so far is forgotten.
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 16)
         Path("/proc/self/clear_refs").write_text("5")
