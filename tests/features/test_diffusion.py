@@ -99,12 +99,9 @@ def _optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "make_loss", "autocast"),
-    [
-        pytest.param(_flux, _flow, "bf16", id="flux", marks=pytest.mark.slow),
-        pytest.param(_unet, _noise, None, id="unet"),
-    ],
+    ("make", "make_loss", "autocast"), [(_flux, _flow, "bf16"), (_unet, _noise, None)], ids=["flux", "unet"]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_recipe_trains_to_the_bit_what_eager_pytorch_does(

@@ -138,7 +138,15 @@ def _optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("make", PACKED.values(), ids=PACKED)
+QUICK = ("bitsandbytes, fp4, and a trained head", "bitsandbytes, 8 bits", "torchao, nf4")
+
+
+def _each(packed: dict[str, Callable[[], nn.Module]]) -> Any:
+    marks = {name: () if name in QUICK else (pytest.mark.slow,) for name in packed}
+    return pytest.mark.parametrize("make", [pytest.param(packed[n], id=n, marks=m) for n, m in marks.items()])
+
+
+@_each(PACKED)
 @pytest.mark.filterwarnings("ignore")
 def test_a_packed_model_trains_as_in_eager_pytorch(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """On two workers, to the bit; its file loads into the user's own model, and names are its own."""
@@ -174,7 +182,7 @@ WITHOUT_VALUES = {name: make for name, make in PACKED.items() if "DoRA" not in n
 """Of DoRA peft makes copies of layers, which bitsandbytes does not without values."""
 
 
-@pytest.mark.parametrize("make", WITHOUT_VALUES.values(), ids=WITHOUT_VALUES)
+@_each(WITHOUT_VALUES)
 @pytest.mark.filterwarnings("ignore")
 def test_without_values_it_gets_them_from_the_model_when_it_runs(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """What each worker packs by itself is what one process packs of the whole model."""
