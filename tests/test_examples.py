@@ -15,6 +15,7 @@ from families.entry import define_torchvision_ops
 
 NEEDS = {
     "dpo.py": ("trl", "peft"),
+    "diffusion_lora.py": ("diffusers", "peft"),
     "lightning_adapter.py": ("lightning", "torchmetrics"),
     "qlora.py": ("bitsandbytes", "peft"),
     "trainer_adapter.py": ("transformers", "accelerate"),
@@ -169,14 +170,17 @@ def test_a_base_in_4_bits_is_planned_and_trained_without_loading_it(tmp_path: Pa
             ("the last one of 16 rows", "Lightning after step 78", "best weights: f1 0.8023 of step"),
         ),
         ("dpo.py", ("as PeftModel.from_pretrained loads the adapter",)),
+        ("diffusion_lora.py", ("with the adapters that diffusers has loaded",)),
+        ("diffusion_lora.py unet", ("with the adapters that diffusers has loaded",)),
         ("qlora.py", ("as PeftModel.from_pretrained loads them",)),
         ("trainer_adapter.py", ("the last one of 16 rows", "early end: Trainer after step", "best weights: f1 ")),
     ],
 )
 def test_a_script_ends_in_its_report(name: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    name, *options = name.split()
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package, reason=f"{package} is not installed; `make venv` installs it")
-    options = ["--quick"] if name.startswith("own_") else []  # the other one takes seconds as it is
+    options += ["--quick"] if name.startswith("own_") else []  # the other one takes seconds as it is
     command = [sys.executable, EXAMPLES / name, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
