@@ -18,6 +18,7 @@ REPORTS = {
     "balance": ("heavy_head", "three-way"),
     "big_graphs": (r"\| GPT, 24 blocks", VERDICT),
     "branches": (r"\| 4 \| 1f1b \| 1 \| 37\.3 \| 20\.3 \| 1\.84 ", r"\| real: 2 \| 1f1b \| 2 \|", VERDICT),
+    "cards": (r"\| qlora \| fxpipe, 2 workers \| \d", r"\| diffusion \| halves in turn \| \d", VERDICT),
     "checkpoints": (r"\*\*Training\*\*", r"\| 10 MB \| DCP", r"after step 10,000", VERDICT),
     "codecs": (r"\| int8 \| 0\.2578", r"\| 1024 \| lowrank:4", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
