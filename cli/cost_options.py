@@ -55,12 +55,15 @@ class CostOptions:
         cost, workers = options.cost, options.workers
         if meta and cost == "measured":
             raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
-        spec, *others = (
-            [DeviceSpec()] if self.device_spec is None else map(read_device_spec, self.device_spec.split(","))
-        )
+        names = [] if self.device_spec is None else [name.strip() for name in self.device_spec.split(",")]
+        if not all(names):
+            raise click.UsageError(f"--device-spec {self.device_spec}: a name is missing")
+        spec, *others = map(read_device_spec, names) if names else [DeviceSpec()]
         devices = [each.device for each in (spec, *others) if each.device is not None]
-        if others and len(devices) != workers:
-            raise click.UsageError(f"--device-spec gives {len(devices)} devices for {workers} workers")
+        if others and not len(names) == len(devices) == workers:
+            raise click.UsageError(
+                f"--device-spec gives {len(devices)} devices for {workers} workers; links are given by --links"
+            )
         if spec.device is not None and cost == "measured":
             raise click.UsageError(
                 "--device-spec computes times, --cost measured measures them here: leave out --cost measured"

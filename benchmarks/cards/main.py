@@ -50,7 +50,7 @@ def measured(name: str, options: argparse.Namespace, folder: Path) -> list[dict[
     settings = SMALL[name] if options.quick else ()
     build = folder / name
     flags = [flag for text in settings for flag in ("--set", text)]
-    run_fxpipe("compile", HERE / f"{name}.py", "-n", 2, "--microbatches", 4, *flags, "-o", build)
+    run_fxpipe("compile", HERE / f"{name}.py", "-n", 2, "--microbatches", 2, *flags, "-o", build)
     seconds: dict[str, list[float]] = {HALVES: [], WHOLE: [], OURS: []}
     peaks: dict[str, list[int]] = {}
     for turn in range(options.rounds):

@@ -7,15 +7,12 @@ trains, less what it had when the libraries were imported and no model was there
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-
-MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 def resident(key: str = "VmRSS") -> int:
@@ -27,8 +24,6 @@ def resident(key: str = "VmRSS") -> int:
 def adamw(named_parameters: Sequence[tuple[str, nn.Parameter]], imported: int) -> torch.optim.Optimizer:
     """The optimizer, which is the last thing that a side asks for before it trains; `imported` are the bytes then."""
     if rank := os.environ.get("RANK"):  # a compile asks for the optimizer, too
-        # Every tensor is in pages of its own, which go back when it goes; and the peak so far is forgotten.
-        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 16)
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
         atexit.register(lambda: Path(f"peak_{rank}").write_text(str(resident("VmHWM") - imported)))
     return torch.optim.AdamW([p for _, p in named_parameters if p.requires_grad], lr=1e-3)

@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,9 @@ from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.trainer import best_metric, compile_options, in_order, refuse, run_options, unheard
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
+from fxpipe.settings import pairs
 from fxpipe.task.meta import on_meta
-from fxpipe.task.model_file import load_task
+from fxpipe.task.model_file import NONE, load_task
 from fxpipe.task.what_trains import freezes_or_thaws, freezing_methods
 from fxpipe.task.wrapped_tensors import load_weights
 
@@ -261,13 +263,16 @@ def updates(args: Any, data: Any) -> int:
     return math.ceil(args.num_train_epochs * length)
 
 
-def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: str | Path) -> nn.Module:
+def save_pretrained(
+    model: nn.Module | str | Path, weights: str | Path, folder: str | Path, settings: Mapping[str, str] = NONE
+) -> nn.Module:
     """Write what a run has trained as transformers, or peft, does: `folder` is for their `from_pretrained`.
 
     Args:
-        model: a model file, or a model as its `model()` makes it, which gets the weights. Of a PeftModel, the adapter
-            is written alone.
+        model: a model file, or a model as its `model()` makes it, which gets the weights. Of a PeftModel, and of a
+            model of diffusers with `add_adapter()`, the adapter is written alone.
         weights: what the run has written, such as `out/model.safetensors`.
+        settings: of a model file, as it was compiled.
 
     Raises:
         TaskError: the weights cannot be read or are of another model, or the model has no `save_pretrained`.
@@ -278,7 +283,7 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
             hint="give OUT/model.safetensors, or OUT/best.safetensors; fxpipe run --resume goes on from a checkpoint "
             "and writes them",
         )
-    module = model if isinstance(model, nn.Module) else load_task(model).model()
+    module = model if isinstance(model, nn.Module) else load_task(model, settings).model()
     if not hasattr(module, "save_pretrained"):
         inner = next((path for path, part in module.named_modules() if hasattr(part, "save_pretrained")), "PART")
         raise TaskError(
@@ -292,7 +297,8 @@ def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: 
         raise TaskError(f"{weights} cannot be read: {error}", hint="give OUT/model.safetensors") from error
     except (TaskError, RuntimeError) as error:
         raise TaskError(f"{weights} does not fit the model: {error}", hint="give the run's own model file") from error
-    module.save_pretrained(folder)  # type: ignore[operator]
+    adapters = hasattr(module, "save_lora_adapter") and getattr(module, "peft_config", None)  # diffusers' add_adapter()
+    (module.save_lora_adapter if adapters else module.save_pretrained)(folder)  # type: ignore[operator]
     return module
 
 
@@ -379,12 +385,16 @@ def longest(collator: Any) -> bool:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
-        sys.exit("python -m fxpipe.adapters.transformers MODEL.py OUT/model.safetensors FOLDER")
-    folder = Path(sys.argv[3])
+    parser = ArgumentParser("python -m fxpipe.adapters.transformers", description="Write what a run has trained.")
+    for name in ("MODEL.py", "OUT/model.safetensors", "FOLDER"):
+        parser.add_argument(name)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as it was compiled")
+    asked = vars(parser.parse_args())
+    settings = pairs(asked.pop("set"))
+    folder = Path(asked["FOLDER"])
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
     try:
-        save_pretrained(*sys.argv[1:])
+        save_pretrained(asked["MODEL.py"], asked["OUT/model.safetensors"], folder, settings)
     except FxpipeError as error:
         sys.exit(f"error: {error}")
     written = [path.name for path in sorted(folder.glob("*")) if before.get(path) != path.stat().st_mtime_ns]

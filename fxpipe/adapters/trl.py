@@ -38,8 +38,8 @@ NOT_FOLLOWED = (
 def trl_hooks(trainer: Any, *, model: Callable[[], nn.Module], args: Any, **given: Any) -> dict[str, Any]:
     """The hooks that train as `trainer(model=model(), args=args(), ...).train()` would.
 
-    Worker 0 and each compile make the trainer, which prepares the data there; other workers do not. Before that, all
-    random numbers begin with the arguments' seed, so `--seed` does not change the first weights.
+    Each compile and each process of a run makes the trainer, with the whole base, and the trainer prepares the data.
+    Before that, all random numbers begin with the arguments' seed, so `--seed` does not change the first weights.
 
     Args:
         trainer: SFTTrainer, DPOTrainer, or a class derived from one.
@@ -81,7 +81,8 @@ def trl_hooks(trainer: Any, *, model: Callable[[], nn.Module], args: Any, **give
         return ready
 
     def make_model() -> nn.Module:
-        of_model[:] = [ready := make()]
+        ready = make()
+        of_model[:] = [_without_models(ready)]
         if ready.args.gradient_checkpointing:
             ready.model.gradient_checkpointing_enable(ready.args.gradient_checkpointing_kwargs)
         return ready.model
@@ -112,7 +113,7 @@ def trl_hooks(trainer: Any, *, model: Callable[[], nn.Module], args: Any, **give
         return _by_pair(batch) if paired else batch
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        of_model[:] = of_model or [make()]
+        of_model[:] = of_model or [_without_models(make())]
         return loss_of(of_model[0], model, _by_row(batch) if paired else dict(batch))
 
     def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -155,6 +156,13 @@ def loss_of(trainer: Any, model: nn.Module, batch: dict[str, Any]) -> tuple[Tens
     return loss, {
         name: value.detach() for name, value in means.items() if not name.startswith(("num_tokens", "logits/"))
     }
+
+
+def _without_models(trainer: Any) -> Any:
+    """What a loss needs of a trainer: the step has the model from elsewhere, and this would hold another one."""
+    bare = copy.copy(trainer)
+    vars(bare).update(dict.fromkeys(("model", "model_wrapped", "ref_model", "optimizer", "accelerator")))
+    return bare
 
 
 class _ToLog:

@@ -64,7 +64,8 @@ class Device:
 
     def speed_beside(self, other: Device) -> float:
         """How fast it is, relative to another one, where half of the time computes in 16 bits and half moves memory."""
-        return ((self.flops_of("bfloat16") / other.flops_of("bfloat16")) * (self.bandwidth / other.bandwidth)) ** 0.5
+        halves = [max(device.flops_of("float16"), device.flops_of("bfloat16")) for device in (self, other)]
+        return (halves[0] / halves[1] * self.bandwidth / other.bandwidth) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
     path = Path(text)
     if not path.exists() and not path.suffix and len(path.parts) == 1:
         raise ProfileError(
-            f"there is no device {text!r}{near(name, BUILT_IN)}",
+            f"there is no device {text!r}{near(name, (*BUILT_IN, *BUSES))}",
             hint=f"built in are {', '.join(BUILT_IN)}; of links {', '.join(BUSES)}; any other is a TOML file",
         )
     return _read(path)

@@ -107,11 +107,25 @@ def wide(value: Any) -> Any:
 
 
 class _Wide(TorchDispatchMode):
-    """Makes float64 where a call asks for a narrower floating-point type."""
+    """Makes float64 where a call asks for a narrower floating-point type.
+
+    An operator of a library on codes of 8 bits reads scales in the type that it has written: it computes in float32.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        given = (args, kwargs or {})
+        codes = func.namespace != "aten" and any(
+            isinstance(leaf, Tensor) and leaf.dtype in (torch.uint8, torch.int8) for leaf in pytree.tree_leaves(given)
+        )
+        args, kwargs = pytree.tree_map_only(torch.dtype, _single_type if codes else _wide_type, given)
+        if codes:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_single_type(t.dtype)), (args, kwargs))
+        made = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, wide, made) if codes else made
+
+
+def _single_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def _wide_type(dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import FxpipeError
 from fxpipe.task.batch import to_device as batch_to_device
 from fxpipe.task.wrapped_tensors import rewrapped
-from fxpipe.torch_private import parse_to
+from fxpipe.torch_private import parse_to, pytree
 
 OnBirth = Callable[[int, nn.Parameter], None]
 HINT = "parameters have no values here (--meta): model() may set them in place, but not look at them or assign to .data"
@@ -112,7 +112,13 @@ class _Births(_StayOnMeta):
     ) -> Any:
         if func == _DEVICE and id(args[0]) in self._devices:  # code that asks does the same with and without values
             return self._devices[id(args[0])]
-        return super().__torch_function__(func, types, args, kwargs)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError:  # with values made on such a device, as where a forward finds a size
+            if not self._devices or _writes(func, kwargs or {}):
+                raise
+            args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (tuple(args), kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,6 +133,8 @@ class _Births(_StayOnMeta):
         def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
             duplicate: nn.Parameter = copied(parameter, memo)
             self._see(duplicate)
+            if id(parameter) in self._devices:
+                self._devices[id(duplicate)] = self._devices[id(parameter)]
             return duplicate
 
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
@@ -163,15 +171,19 @@ def valueless(parameter: nn.Parameter) -> nn.Parameter:
     return stand_in
 
 
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch changes a tensor that it is given."""
+    name = getattr(func, "__name__", "_")
+    return name.endswith(("_", "batch_norm", "instance_norm")) or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
 def _on_meta(plain: Tensor) -> Tensor:
-    return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
+    return torch.empty_like(plain, device="meta")
 
 
 def _goes_to_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if func is not Tensor.to:
-        return False
-    device, *_ = parse_to(*args[1:], **{name: value for name, value in kwargs.items() if name != "copy"})
-    return device is not None and device.type == "meta"
+    to = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None)) if func is Tensor.to else None
+    return str(to.device if isinstance(to, Tensor) else to) == "meta"
 
 
 def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

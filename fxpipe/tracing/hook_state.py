@@ -86,11 +86,13 @@ class BeforeModel:
 
 
 def _same(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
-    """Whether a holder holds the same objects, or equal plain values."""
-    return before.keys() == now.keys() and all(
-        value is now[key] or (is_plain(value) and is_plain(now[key]) and repr(value) == repr(now[key]))
-        for key, value in before.items()
-    )
+    """Whether a holder holds the same objects, or equal plain values and devices."""
+
+    def equal(one: Any, other: Any) -> bool:
+        plain = all(is_plain(value) or isinstance(value, torch.device) for value in (one, other))
+        return one is other or (plain and repr(one) == repr(other))
+
+    return before.keys() == now.keys() and all(equal(value, now[key]) for key, value in before.items())
 
 
 def undone(hooks: Hooks) -> contextlib.AbstractContextManager[None]:

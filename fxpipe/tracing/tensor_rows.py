@@ -64,6 +64,7 @@ class TensorRows:
         self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the tensor object, which is kept alive
         self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
         self._places: list[Place] = []
+        self.packed: dict[int, str] = {}  # by the rows of packed weights, their form
         self._holders: dict[int, Any] = {}  # objects that hold tensors of packed weights, by their ids
         _refuse_scripted(model)
         pack_now(model)
@@ -84,12 +85,6 @@ class TensorRows:
             self._add(name, tensor)
         self._refuse_overlaps()
         self.saved = self._saved_names()
-        self.packed = {
-            self._row_of[id(plain)][1]: form
-            for name, parameter in parameters
-            if (form := packed_as(parameter))
-            for _, plain in plain_tensors(name, parameter)
-        }
 
     def hangs(self, row: int) -> bool:
         """Whether it is a tensor that hangs from a parameter, as that is packed."""
@@ -103,6 +98,9 @@ class TensorRows:
             )
         if wraps(tensor):
             return self._add_wrapper(name, tensor)
+        return self._add_row(name, tensor, packed_as(tensor))
+
+    def _add_row(self, name: str, tensor: torch.Tensor, form: str) -> int:
         row = self._rows.setdefault(_identity(tensor), len(self.values))
         if row == len(self.values):
             self.names.append(())
@@ -111,6 +109,8 @@ class TensorRows:
             self.values[row] = tensor
         self.names[row] += (name,)
         self._row_of[id(tensor)] = tensor, row
+        if form:
+            self.packed[row] = form
         return row
 
     def _saved_names(self) -> list[tuple[str, ...]]:
@@ -142,7 +142,7 @@ class TensorRows:
                 hint="freeze it (requires_grad_(False)) and train adapters; or train a plain tensor",
                 page="tensor-kinds",
             )
-        rows = [self._add(*plain) for plain in plain_tensors(name, tensor)]
+        rows = [self._add_row(*plain, packed_as(tensor)) for plain in plain_tensors(name, tensor)]
         self._row_of[id(tensor)] = tensor, rows[0]
         return rows[0]
 

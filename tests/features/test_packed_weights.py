@@ -5,6 +5,7 @@ That packed weights keep the law on every axis is in `tests/law` (`model=packed`
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import BuildError, CaptureError, TaskError
 from fxpipe.inspection.facts import packed_bytes
+from fxpipe.stages.pure_function import all_float64
 from fxpipe.task.wrapped_tensors import packed_as
 
 STEPS = 3
@@ -206,6 +208,20 @@ def test_without_values_it_gets_them_from_the_model_when_it_runs(make: Callable[
     save_file(state, saved := tmp_path / "packed.safetensors")
     with pytest.raises(BuildError, match="without --weights") if any(".quant_" in n for n in state) else nullcontext():
         build.local(model=lambda: _waved(make()), weights=str(saved))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_float64_operators_get_scales_as_they_are_packed(dtype: torch.dtype) -> None:
+    import bitsandbytes as bnb
+
+    layer = bnb.nn.Linear4bit(256, 256, False, compute_dtype=dtype, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.sin(torch.arange(256.0 * 256)).view(256, 256)})
+    layer, x = layer.to("cpu"), torch.cos(torch.arange(4 * 256.0)).view(4, 256)
+    weight = bnb.functional.dequantize_4bit(layer.weight, layer.weight.quant_state).double()
+    with all_float64():
+        precise = copy.deepcopy(layer).double()(x.double())
+    torch.testing.assert_close(precise, x.double() @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_packed_weight_that_is_trained_is_refused() -> None:

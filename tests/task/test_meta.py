@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -344,3 +345,25 @@ def test_a_model_of_100_gigabytes(tmp_path: Path) -> None:
     assert plan.workers == 8
     assert measured["bytes"] < 2 << 30
     assert measured["seconds"] < 60
+
+
+class Asks(nn.Module):
+    """Asks parameters where they are, and makes tensors there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 24), nn.ReLU())
+        where = next(self.trunk.parameters()).device
+        self.head = nn.Linear(self.trunk(torch.zeros(1, 16, device=where)).shape[-1], 4)
+        self.copied = copy.deepcopy(self.head)
+        self.register_buffer("places", torch.arange(4, device=self.copied.weight.device))
+        self.register_buffer("mask", torch.ones(3).to(torch.float16, False, True))
+        self.sparse = nn.Parameter(torch.eye(4).to_sparse())
+
+
+def test_code_that_asks_for_a_device_gets_the_one_that_there_would_be() -> None:
+    model = on_meta(Asks).model
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model.head.weight.shape == (4, 24)
+    assert model.sparse.layout == torch.sparse_coo, "refused later, by its name"
+    assert [b.device.type for b in model.buffers()] == ["cpu", "cpu"]
