@@ -389,12 +389,12 @@ if __name__ == "__main__":
     for name in ("MODEL.py", "OUT/model.safetensors", "FOLDER"):
         parser.add_argument(name)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="as it was compiled")
-    asked = vars(parser.parse_args())
-    settings = pairs(asked.pop("set"))
-    folder = Path(asked["FOLDER"])
+    arguments = vars(parser.parse_args())
+    settings = pairs(arguments.pop("set"))
+    folder = Path(arguments["FOLDER"])
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
     try:
-        save_pretrained(asked["MODEL.py"], asked["OUT/model.safetensors"], folder, settings)
+        save_pretrained(arguments["MODEL.py"], arguments["OUT/model.safetensors"], folder, settings)
     except FxpipeError as error:
         sys.exit(f"error: {error}")
     written = [path.name for path in sorted(folder.glob("*")) if before.get(path) != path.stat().st_mtime_ns]

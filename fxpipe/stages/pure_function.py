@@ -113,15 +113,15 @@ class _Wide(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (args, kwargs or {})
+        call = (args, kwargs or {})
         codes = func.namespace != "aten" and any(
-            isinstance(leaf, Tensor) and leaf.dtype in (torch.uint8, torch.int8) for leaf in pytree.tree_leaves(given)
+            isinstance(leaf, Tensor) and leaf.dtype in (torch.uint8, torch.int8) for leaf in pytree.tree_leaves(call)
         )
-        args, kwargs = pytree.tree_map_only(torch.dtype, _single_type if codes else _wide_type, given)
+        args, kwargs = pytree.tree_map_only(torch.dtype, _single_type if codes else _wide_type, call)
         if codes:
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_single_type(t.dtype)), (args, kwargs))
-        made = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, wide, made) if codes else made
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, wide, result) if codes else result
 
 
 def _single_type(dtype: torch.dtype) -> torch.dtype:
