@@ -12,7 +12,7 @@ from fxpipe.errors import FxpipeError, ProfileError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import option
 from fxpipe.planner import quantity
-from fxpipe.planner.device import BUILT_IN, BUSES, CPU, INFINITE, DeviceSpec, read_device_spec
+from fxpipe.planner.device import BUSES, CPU, INFINITE, DeviceSpec, read_device_spec
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 
@@ -21,9 +21,7 @@ class CostOptions:
     """The options as they were typed; `applied` reads them."""
 
     device_spec: str | None = option(
-        None,
-        metavar="NAME|FILE",
-        help=f"Compute the times of this device: {', '.join(BUILT_IN)}, or a TOML file; or one for each worker.",
+        None, metavar="NAME|FILE", help="Times of a device: rtx-4090, h100, … or a TOML file; or one for each worker."
     )
     bandwidth: str | None = option(None, metavar="RATE", help="Bandwidth of every link, such as 10Gbit.")
     latency: str | None = option(None, metavar="TIME", help="Latency of every link, such as 50us.")

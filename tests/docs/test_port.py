@@ -17,6 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "start" / "port.md").read_text(enco
 NEEDS = {"Lightning": ("lightning",), "Hugging Face Trainer": ("transformers", "accelerate")}
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 del SECTIONS["Compare with your script"]  # which is for all of them
+del SECTIONS["TRL"]  # whose file is examples/dpo.py, and `tests/test_examples.py` runs it
 
 
 def file(section: str, name: str) -> str:
