@@ -1,4 +1,4 @@
-"""Two workers of one thread each beside one process, for the trainings of people with two cards; see README.md."""
+"""Two workers of one thread each next to one process, for the trainings of people with two cards; see README.md."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def packed_bytes(plan: Plan) -> dict[str, int]:
     for p in plan.parameters:
         total.update({p.packed: p.tensor.bytes} if p.packed else {})
     for b in plan.buffers:
-        holder = next(filter(None, (holder_of(name, forms) for name in b.names)), None)
+        holder = holder_of(b.names, forms)
         total.update({forms[holder]: b.tensor.bytes} if holder else {})
     return dict(total)
 

@@ -184,8 +184,7 @@ def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, .
     nodes = program.placeholders
     for name, op, worker in entries:
         example = nodes[name].meta["val"]
-        holders = (holder_of(of_node, owners) for of_node in names[name])  # of what says how a weight is packed
-        first = next(filter(None, holders), names[name][0])
+        first = holder_of(names[name], owners) or names[name][0]  # of what says how a weight is packed
         module = "" if op == "input" else first.rpartition(".")[0]
         yield Row(
             name, None, module, op, type_text(example), size_of(example), None, worker, None, False, None,

@@ -7,7 +7,7 @@ model, options and cuts give the same bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -20,12 +20,14 @@ from fxpipe.plan.user_files import ModelFileSpec, WatchedSpec
 FORMAT = 18
 
 
-def holder_of(name: str, parameters: Container[str]) -> str | None:
-    """Which of these parameters a tensor is part of, or hangs from: `layer.weight` for `layer.weight.codes`."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in parameters:
-            return name
+def holder_of(names: Iterable[str], parameters: Container[str]) -> str | None:
+    """Which of these parameters a tensor of these names is part of, or hangs from: `layer.weight` for
+    `layer.weight.codes`."""
+    for name in names:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in parameters:
+                return name
     return None
 
 

@@ -88,7 +88,7 @@ class TensorRows:
 
     def hangs(self, row: int) -> bool:
         """Whether it is a tensor that hangs from a parameter, as that is packed."""
-        return row >= self.registered and any(holder_of(name, self._parameter_names) for name in self.names[row])
+        return row >= self.registered and holder_of(self.names[row], self._parameter_names) is not None
 
     def _add(self, name: str, tensor: torch.Tensor) -> int:
         if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):

@@ -66,7 +66,7 @@ def initial_weights(
     """
     found: dict[str, torch.Tensor] = {}
     names = {name for p in plan.parameters for name in p.names}
-    hanging = [b for b in buffers if plan.weights.meta and any(holder_of(name, names) for name in b.names)]
+    hanging = [b for b in buffers if plan.weights.meta and holder_of(b.names, names)]
     if checkpoint is not None:
         if worker == 0:
             for warning in checkpoint.warnings:
@@ -179,8 +179,8 @@ def initialised(
 
 def _birth(row: ParameterSpec | BufferSpec, numbers: Mapping[str, int]) -> int | None:
     """Which parameter that was made it is, is part of, or hangs from."""
-    holders = (name if name in numbers else holder_of(name, numbers) for name in row.names)
-    return next((numbers[name] for name in holders if name is not None), None)
+    name = next((name for name in row.names if name in numbers), None) or holder_of(row.names, numbers)
+    return None if name is None else numbers[name]
 
 
 def _by_name(model: nn.Module) -> dict[str, Tensor]:
