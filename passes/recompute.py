@@ -75,11 +75,11 @@ class Recompute(Pass):
         if self.known:
             named = replace(program, again=tuple(Again(names) for names in self.known))
             after = left_values(Rematerialize()(named))
-            return replace(program.copy(), again=tuple(map(_again, self.known, before, after)))
+            return replace(program, again=tuple(map(_again, self.known, before, after)))
         workers = range(len(self.rooms))
         tight = [k for k in workers if self.rooms[k].filled(before[k]) > self.rooms[k].bytes]
         if not tight:
-            return program.copy()
+            return program
         choices = {k: Choices(program, plain, k) for k in tight}
         taken = _places(program, choices, {k: self.rooms[k] for k in tight})
         left = _left(program, choices, taken)
@@ -88,7 +88,7 @@ class Recompute(Pass):
             names = choices[k].names(taken[k])
             values = tuple(node.name for node in choices[k].nodes if node.name in names)
             again[k] = _again(values, before[k], left[k])
-        return replace(program.copy(), again=tuple(again))
+        return replace(program, again=tuple(again))
 
 
 def _again(values: tuple[str, ...], before: LeftValues, after: LeftValues) -> Again:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from fxpipe.plan.spec import BucketSpec, EdgeSpec, LeafSpec, Phase
 from fxpipe.plan.user_files import WatchedSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.schedule.base import FLOAT16
+from fxpipe.torch_private import append_copy
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass put after its first input: no cut separates them
@@ -244,7 +246,7 @@ class Program:
         """Every edge once, in the order in which they are sent."""
         return tuple(dict.fromkeys(self.wires[n.name] for n in self if n.name in self.wires))
 
-    @property
+    @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """F, B and perhaps W for a training step; only F for an evaluation, whose outputs are metrics and buffers."""
         kinds = {output.kind for output in self.outputs}
@@ -318,7 +320,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     mapped: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        mapped[node] = new.node_copy(node, lambda n: mapped[n])
-        if INFO in node.meta:
-            mapped[node].meta[INFO] = node.meta[INFO].copy()
+        copy = mapped[node] = append_copy(new, node, mapped.__getitem__)
+        if INFO in copy.meta:
+            copy.meta[INFO] = copy.meta[INFO].copy()
     return new

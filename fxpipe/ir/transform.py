@@ -57,17 +57,20 @@ Observer = Callable[[Applied], None]
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Inside, Python's collector of cycles runs rarely; if it is off, it stays off.
+    """Inside, Python's collector of cycles runs rarely, and only over what is made inside; if it is off, it stays off.
 
-    While graphs are built, there are many small objects, none of them garbage.
+    While graphs are built, there are many small objects, few of them garbage, and a million of torch's own.
     """
-    before = gc.get_threshold()
-    if before[0]:
-        gc.set_threshold(max(YOUNG, before[0]), *before[1:])
+    before, outermost = gc.get_threshold(), not gc.get_freeze_count()
+    gc.set_threshold(before[0] and max(YOUNG, before[0]), *before[1:])
+    if outermost:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        if outermost:
+            gc.unfreeze()
 
 
 @rarely_collected()
@@ -78,7 +81,7 @@ def run_passes(
 
     Args:
         dumped_as: the start of the names of dumped files.
-        first: the number of the first pass, if others have run before.
+        first: the number of the first pass, if others have run before, which have verified the program.
 
     Raises:
         VerifyError: a pass would get a program of another level than it requires, which is found before the first one
@@ -86,7 +89,8 @@ def run_passes(
     """
     check_order(program.level, passes)
     observers = (*observers, *_dumping(dumped_as))
-    verify(program)
+    if first == 1:
+        verify(program)
     for number, step in enumerate(passes, start=first):
         before = program
         program = step(before)

@@ -14,7 +14,7 @@ from fxpipe.costs.codecs import codec_times
 from fxpipe.costs.step_work import step_work
 from fxpipe.errors import BackendError, BatchError, CutError, FxpipeError, ScheduleError, listed
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import Observer
+from fxpipe.ir.transform import Observer, rarely_collected
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
 from fxpipe.lowering.choose_cuts import note_on_marks
@@ -46,6 +46,7 @@ Say = Callable[[str], None]
 
 
 @one_at_a_time()
+@rarely_collected()
 def compile(
     model: nn.Module,
     loss: Loss,

@@ -152,6 +152,18 @@ def held_by(tensor: FunctionalTensor) -> Tensor:
     return torch._from_functional_tensor(tensor.elem)
 
 
+def append_copy(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:
+    """`graph.node_copy(node, argument)` at a graph's end, without its slow search for symbolic numbers."""
+    namespace, args, kwargs = graph._graph_namespace, fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
+    copy = fx.Node(graph, namespace.create_name(node.name, None), node.op, node.target, args, kwargs, node.type)
+    namespace.associate_name_with_obj(copy.name, copy)
+    graph._root.prepend(copy)
+    graph._find_nodes_lookup_table.insert(copy)
+    graph._len += 1
+    copy.meta.update(node.meta)
+    return copy
+
+
 def made_functional(tensor: FakeTensor) -> Tensor:
     """A tensor as the trace sees what it computes itself, if it makes calls in place functional; else the tensor."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
