@@ -93,6 +93,7 @@ DIFFERS = (
 @group(
     "Output",
     click.option("-o", "--out", type=AbsolutePath(), default="build", show_default=True, help="Folder for the build."),
+    option_fields(CompileOptions, "outline"),
     click.option("--verify", is_flag=True, help="Compare one step of the stages with eager PyTorch."),
     click.option("-v", "--verbose", is_flag=True, help="Print what every pass changed."),
     click.option(

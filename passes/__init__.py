@@ -17,6 +17,7 @@ from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.passes.next_to import NextTo
 from fxpipe.passes.order_evaluation import OrderEvaluation
+from fxpipe.passes.outline import Outline
 from fxpipe.passes.place_evaluation import PlaceEvaluation
 from fxpipe.passes.recompute import Recompute
 from fxpipe.passes.reduce import Reduce
@@ -77,7 +78,11 @@ def wiring_passes(
 
 
 def emitting_passes(
-    command: str = COMMAND, encode: Encode | None = None, shape: int = 0, reduce: Reduce | None = None
+    command: str = COMMAND,
+    encode: Encode | None = None,
+    shape: int = 0,
+    reduce: Reduce | None = None,
+    outline: bool = True,
 ) -> list[Pass]:
     """Wired program in, stage files out; `encode` if an edge has a codec, `reduce` if a worker has replicas."""
     return [
@@ -85,12 +90,18 @@ def emitting_passes(
         SendEarly(),  # before reduce: it hands over gradients in their new order
         *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the nodes are final
         Split(),  # a graph for each phase of each worker
+        *([Outline()] if outline else []),  # between the graphs and their text, which has functions for what repeats
         Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product
     ]
 
 
 def forward_passes(
-    workers: int, owners: Mapping[str, int], shape: int, command: str, files: str = "evaluate_{worker}"
+    workers: int,
+    owners: Mapping[str, int],
+    shape: int,
+    command: str,
+    files: str = "evaluate_{worker}",
+    outline: bool = True,
 ) -> list[Pass]:
     """Program without a backward in, of an evaluation or of a minibatch's totals, the files of its workers out.
 
@@ -107,6 +118,7 @@ def forward_passes(
         Rematerialize(),  # masks and positions are made where they are read
         Comm(prefix=f"evaluate.{shape}:"),  # separate edges, next to training's
         Split(),
+        *([Outline()] if outline else []),
         Codegen(command, f"{files}_{shape}.py" if shape else f"{files}.py"),
     ]
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
-import keyword
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import fx
-
-from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
-from fxpipe.ir.program import AGAIN, ONE_DRAW, Level, Program, info, size_of, unit_name, value
-from fxpipe.ir.stage import Part, Stage
+from fxpipe.ir.program import Level, Program, size_of, unit_name
+from fxpipe.ir.stage import Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_reduce, is_send, is_unpack, variable
+from fxpipe.ir.wire import codec_of, is_pack, is_unpack, variable
+from fxpipe.passes.analysis.function_text import OutlinedText, PartText
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
-WIDTH = 110
 TOTALS = "totals"
 """The start of the name of the totals file."""
 
@@ -44,15 +38,17 @@ class Codegen(Pass):
         for stage in program.stages:
             again = frozenset(program.again[stage.worker].values) if program.again else frozenset[str]()
             replicas = program.replicas[stage.worker] if program.replicas else 1
-            functions = [_Function(part, edges, again, replicas) for part in stage.parts.values()]
+            taken = {function.name for function in stage.functions}
+            functions: list[OutlinedText | PartText] = [OutlinedText(f, taken, again) for f in stage.functions]
+            functions += [PartText(part, edges, taken, again, replicas) for part in stage.parts.values()]
             source = _text(header(program, stage, edges, self.command), functions)
             stages.append(replace(stage, file=self.file.format(worker=stage.worker), source=source))
         return replace(program, level=self.provides, stages=tuple(stages))
 
 
-def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
+def _text(header: Iterator[str], functions: Sequence[OutlinedText | PartText]) -> str:
     """A file: its header, its imports, its functions."""
-    modules = registering(function.part.graph for function in functions)
+    modules = registering(function.graph for function in functions)
     imports = [f"import {module}  # defines operators that are called below" for module in modules]
     codecs = _codecs(functions)
     if codecs:
@@ -64,9 +60,9 @@ def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _codecs(functions: Sequence[_Function]) -> list[str]:
+def _codecs(functions: Sequence[OutlinedText | PartText]) -> list[str]:
     """The codecs that these functions use."""
-    nodes = (node for function in functions for node in function.part.graph.nodes)
+    nodes = (node for function in functions for node in function.graph.nodes)
     return sorted({codec_of(node) for node in nodes if is_pack(node) or is_unpack(node)})
 
 
@@ -154,114 +150,3 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
     if first == end:
         return "nothing"
     return f"units {first} to {end - 1}, {unit_name(program.units[first])} to {unit_name(program.units[end - 1])}"
-
-
-class _Function:
-    """Emits one part as a function."""
-
-    def __init__(self, part: Part, edges: dict[str, EdgeSpec], again: frozenset[str], replicas: int) -> None:
-        self.part = part
-        self.replicas = replicas
-        self.again = again
-        self.edges = edges
-        self.function = part.function
-        self.third = part.third
-        self.names: dict[fx.Node, str] = {}
-        self.taken = {*TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
-        for node in part.graph.nodes:
-            if not (is_send(node) or is_reduce(node)):
-                self.names[node] = self._unique(node.name)
-        self.dying = {node: [self.names[n] for n in dying] for node, dying in part.last_uses().items()}
-
-    def _unique(self, name: str) -> str:
-        while name in self.taken or keyword.iskeyword(name) or hasattr(builtins, name):
-            name += "_"
-        self.taken.add(name)
-        return name
-
-    def lines(self) -> Iterator[str]:
-        yield f"def {self.function}(weights, buffers, {self.third}, comm):"
-        yield from self._arguments()
-        last = ""
-        for node in self.part.graph.nodes:
-            if node.op != "call_function":
-                continue
-            title = self._title(node)
-            if title != last and title:
-                yield f"    # {title}"[:WIDTH].rstrip()
-                last = title
-            if is_reduce(node):
-                yield from self._reduction(node)
-            elif ONE_DRAW in node.meta:
-                yield f'    with comm.one_draw("{node.name}"):  # the same in all microbatches'
-                yield "        " + self._statement(node)
-            else:
-                yield "    " + self._statement(node)
-            if self.dying.get(node):
-                yield f"    del {', '.join(self.dying[node])}"
-        yield from self._result()
-
-    def _title(self, node: fx.Node) -> str:
-        """Where a call comes from, and whether it is a call of forward that is computed again to save memory."""
-        title = heading(info(node))
-        return f"again, to save memory: {title}".rstrip(": ") if node.meta.get(AGAIN) in self.again else title
-
-    def _arguments(self) -> Iterator[str]:
-        spec = self.part.spec
-        holders = [n for n in self.part.graph.nodes if n.op == "placeholder"]
-        groups = [("weights", spec.weights), ("buffers", spec.buffers)]
-        groups.append((self.third, spec.batch if self.third == "batch" else self.part.passed))
-        for argument, members in groups:
-            nodes, holders = holders[: len(members)], holders[len(members) :]
-            if nodes:
-                yield "    ("
-                for node, member in zip(nodes, members, strict=True):
-                    label = f"{member}: " if argument in ("weights", "buffers", "batch") else ""
-                    yield f"        {self.names[node]},  # {label}{type_text(value(node))}"
-                yield f"    ) = {argument}"
-            if argument in ("saved", "deferred"):
-                yield f"    {argument}.clear()"
-
-    def _statement(self, node: fx.Node) -> str:
-        if is_send(node):
-            edge = self.edges[self.part.edges[node.name]]
-            call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
-            size = f", {edge.sent.bytes:,} of {edge.tensor.bytes:,} bytes" if edge.codec else ""
-            return f"{call}  # {edge.kind} to worker {edge.dst}{size}{self._pace(edge, 'its', 'this one')}"
-        comment = type_text(value(node))
-        if is_recv(node):
-            edge = self.edges[self.part.edges[node.name]]
-            call = f'{self.names[node]} = comm.recv("{edge.name}")'
-            return f"{call}  # {comment} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
-        return f"{self.names[node]} = {call_text(node, self.names.__getitem__, short=True)}  # {comment}"
-
-    def _reduction(self, node: fx.Node) -> Iterator[str]:
-        """The lines that hand over a bucket: one, if that is not too long."""
-        call, comment = call_text(node, self.names.__getitem__), bucket_text(node, self.replicas)
-        if len(call) + len(comment) < WIDTH:
-            yield f"    {call}  # {comment}"
-            return
-        head, _, members = call.rpartition("[")
-        yield f"    {head}[  # {comment}"
-        for line in textwrap.wrap(members.removesuffix("])"), WIDTH - 8, break_long_words=False):
-            yield f"        {line}"
-        yield "    ])"
-
-    def _pace(self, edge: EdgeSpec, which: str, other: str) -> str:
-        """The purpose of a token, in words."""
-        return f": {which} {self.function} waits for {other}" if edge.kind == "token" else ""
-
-    def _result(self) -> Iterator[str]:
-        result: Any = self.part.graph.output_node().args[0]
-        if isinstance(result, list):
-            yield f"    return [{', '.join(self.names[n] for n in result)}]"
-            return
-        if self.function != "forward":
-            yield f"    return {self._tuple(result)}"
-            return
-        loss, updates, saved = result
-        saved_names = ", ".join(self.names[n] for n in saved)
-        yield f"    return {argument_text(loss, self.names.__getitem__)}, {self._tuple(updates)}, [{saved_names}]"
-
-    def _tuple(self, nodes: Sequence[fx.Node]) -> str:
-        return argument_text(tuple(nodes), self.names.__getitem__)

@@ -104,10 +104,13 @@ def argument_text(value: Any, name: Callable[[fx.Node], str]) -> str:
     return repr(value)
 
 
-def heading(record: NodeInfo) -> str:
-    """`blocks.0.attn · gpt.py:41: q, k, v = …`, or as much of it as is known."""
+def heading(record: NodeInfo, inside: str = "") -> str:
+    """`blocks.0.attn · gpt.py:41: q, k, v = …`, or as much of it as is known; `attn · …` inside `blocks.0`."""
     place = f"{record.source}: {record.text}" if record.source else ""
-    return " · ".join(part for part in (record.module, place) if part)
+    module = record.module
+    if inside and f"{module}.".startswith(f"{inside}."):
+        module = module[len(inside) + 1 :]
+    return " · ".join(part for part in (module, place) if part)
 
 
 def print_program(program: Program) -> str:

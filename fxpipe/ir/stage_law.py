@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.program import Program, info
-from fxpipe.ir.stage import Part, Stage, name_in_part
+from fxpipe.ir.stage import FunctionCall, Part, Stage, name_in_part
 from fxpipe.ir.wire import bucket_of, is_recv, is_reduce, is_send
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import PartSpec, Phase
 
 _BUILTINS = {"float"}
 """The names of Python itself that emitted code reads: `float("inf")`."""
@@ -50,6 +51,28 @@ def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Nod
     for names, is_end in ((part.spec.receives, is_recv), (part.spec.sends, is_send)):
         _compare(where, "has the edges", [part.edges[name] for name, n in calls_by_name.items() if is_end(n)], names)
     _compare(where, "hands over", [bucket_of(n) for n in calls_by_name.values() if is_reduce(n)], part.spec.reduces)
+    order = {node: i for i, node in enumerate(part.graph.nodes)}
+    for call in part.outlined:
+        _check_outlined(where, call, order)
+
+
+def _check_outlined(where: str, call: FunctionCall, order: Mapping[fx.Node, int]) -> None:
+    """Raise VerifyError if a function does not compute what the calls for which it stands compute."""
+    what = f"{call.function.name} for {call.nodes[0]} in {where}"
+    holders = [node for node in call.function.graph.nodes if node.op == "placeholder"]
+    stands_for: dict[fx.Node, Any] = dict(zip(holders, call.arguments, strict=True))
+    calls = [node for node in call.function.graph.nodes if node.op == "call_function"]
+    for node, here, place in zip(calls, call.nodes, range(order[call.nodes[0]], len(order)), strict=False):
+        arguments = fx.node.map_arg((node.args, node.kwargs), stands_for.__getitem__)
+        if node.target is not here.target or repr(arguments) != repr((here.args, here.kwargs)) or order[here] != place:
+            raise VerifyError(f"{what} has {node.format_node()} in place of {here.format_node()}")
+        stands_for[node] = here
+    _compare(what, "makes", [str(stands_for.get(node)) for node in calls], list(map(str, call.nodes)))
+    (results,) = call.function.graph.output_node().args
+    _compare(what, "returns", [str(stands_for[node]) for node in results], list(map(str, call.results)))  # type: ignore[union-attr, index]
+    inside = set(call.nodes)
+    outside = {node for node in call.nodes if any(user not in inside for user in node.users)}
+    _compare(what, "returns what is read", sorted(map(str, call.results)), sorted(map(str, outside)))
 
 
 def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
@@ -76,15 +99,18 @@ def check_emitted(program: Program) -> None:
         except SyntaxError as error:
             raise VerifyError(f"{stage.file} does not parse: {error}") from error
         functions = [statement for statement in module.body if isinstance(statement, ast.FunctionDef)]
-        _compare(stage.file, "has", [f.name for f in functions], [part.function for part in stage.parts.values()])
-        names = _BUILTINS | {
-            name for statement in module.body if statement not in functions for name in _defined(statement)
-        }
-        for function, part in zip(functions, stage.parts.values(), strict=True):
-            _check_function(stage, function, part, names)
+        expected = [*(f.name for f in stage.functions), *(part.function for part in stage.parts.values())]
+        _compare(stage.file, "has", [f.name for f in functions], expected)
+        names = _BUILTINS | {f.name for f in stage.functions}
+        names |= {name for statement in module.body if statement not in functions for name in _defined(statement)}
+        nothing = PartSpec()
+        for function in functions[: len(stage.functions)]:
+            _check_function(stage, function, nothing, names)
+        for function, part in zip(functions[len(stage.functions) :], stage.parts.values(), strict=True):
+            _check_function(stage, function, part.spec, names)
 
 
-def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, defined: set[str]) -> None:
+def _check_function(stage: Stage, function: ast.FunctionDef, spec: PartSpec, defined: set[str]) -> None:
     defined = defined | {argument.arg for argument in function.args.args}
     edges: dict[str, list[str]] = {"recv": [], "send": []}
     handed: list[str] = []
@@ -107,9 +133,9 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, defined
                 ):
                     handed.append(str(bucket))
     where = f"{function.name} in {stage.file}"
-    _compare(where, "receives", edges["recv"], part.spec.receives)
-    _compare(where, "sends", edges["send"], part.spec.sends)
-    _compare(where, "hands over", handed, part.spec.reduces)
+    _compare(where, "receives", edges["recv"], spec.receives)
+    _compare(where, "sends", edges["send"], spec.sends)
+    _compare(where, "hands over", handed, spec.reduces)
 
 
 def _defined(statement: ast.stmt) -> list[str]:

@@ -90,11 +90,13 @@ class Lowering:
             reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
         """
         encode = encode if encode and encode.codecs else None
-        return self.through(emitting_passes(self.options.command, encode, self.shape, reduce))
+        return self.through(emitting_passes(self.options.command, encode, self.shape, reduce, self.options.outline))
 
     def forward_emitted(self, workers: int, owners: Mapping[str, int], files: str = "evaluate_{worker}") -> Lowering:
         """Of a captured program without a backward: it has its files. The arguments are those of `forward_passes`."""
-        return self.through(forward_passes(workers, owners, self.shape, self.options.command, files))
+        return self.through(
+            forward_passes(workers, owners, self.shape, self.options.command, files, self.options.outline)
+        )
 
     def added_to(self, build: Build, plan: Plan, called: str) -> Build:
         """The build with that plan, the files, and a line for every pass: `shape 1: fold  812 → 640 nodes`."""

@@ -310,6 +310,11 @@ class CompileOptions:
     optimizer: Callable[..., Any] | None = None
     lr_scheduler: Callable[..., Any] | None = None
     hooks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    outline: bool = option(
+        True,
+        "--outline/--no-outline",
+        help="Write calls that repeat, as those of blocks do, once: as a function of the stage.",
+    )
     accept_optimizer_per_worker: bool = option(
         False, help="Allow an optimizer that looks at all parameters at once, though each worker has its own."
     )

@@ -120,12 +120,27 @@ def is_edited(source: bytes, spec: StageSpec) -> bool:
 
 
 def stage_line(error: BaseException, path: Path) -> str | None:
-    """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None if there is none."""
-    line = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename == str(path):
-            line = f"{path}:{frame.lineno}: {frame.line}"
-    return line
+    """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None if there is none.
+
+    In a function that serves several blocks: `…, for blocks.2`.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if not frames:
+        return None
+    callers = (comment_above(path, frame.lineno or 0) for frame in frames[:-1])
+    line = f"{path}:{frames[-1].lineno}: {frames[-1].line}"
+    return ", for ".join([line, *filter(None, callers)])
+
+
+def comment_above(path: Path, line: int) -> str:
+    """The comment above a line of a stage, which says where its calls come from; '' if there is none."""
+    for above in range(line - 1, 0, -1):
+        text = linecache.getline(str(path), above)
+        if text.startswith("    # "):
+            return text.strip().removeprefix("# ")
+        if text.startswith("def "):
+            break
+    return ""
 
 
 def _refuse_unknown_operators(source: bytes, path: Path) -> None:
@@ -238,9 +253,10 @@ def _return_differences(nodes: Iterable[ast.AST], part: PartSpec, name: str) -> 
             (values[1], len(part.updates), "buffers"),
             (values[2], len(part.saved), "saved values"),
         ):
-            literal = isinstance(value, ast.Tuple | ast.List)
-            if literal and len(value.elts) != length:  # type: ignore[attr-defined]
-                differences.append(f"returns {len(value.elts)} {word}, the plan has {length}")  # type: ignore[attr-defined]
+            if not isinstance(value, ast.Tuple | ast.List) or any(isinstance(v, ast.Starred) for v in value.elts):
+                continue
+            if len(value.elts) != length:
+                differences.append(f"returns {len(value.elts)} {word}, the plan has {length}")
     return differences
 
 

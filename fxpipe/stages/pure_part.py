@@ -29,13 +29,16 @@ from fxpipe.ir.recurrent_layer import is_left
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.spec import FUNCTIONS, PHASES, EdgeSpec, Phase, TensorSpec
-from fxpipe.stages.loaded import LoadedStage, stage_line
+from fxpipe.stages.loaded import LoadedStage, comment_above, stage_line
 from fxpipe.stages.part_call import Handed, PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, blank, hoist_draws
 from fxpipe.task.batch import tensor_spec
 from fxpipe.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, pytree, schema_of
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
+
+CALL = "fxpipe_call"
+"""The key in node.meta of a call in a function that serves several blocks: its name, and the number of its call."""
 
 InputKind = Literal["weight", "buffer", "batch", "saved", "deferred", "received", "mask"]
 OutputKind = Literal["loss", "update", "saved", "deferred", "gradient", "sent"]
@@ -243,25 +246,43 @@ class _Places(TorchDispatchMode):
         linecache.checkcache(self._name)
         self._last: fx.Node | None = None
         self._draw = ""
+        self._function: FrameType | None = None
+        self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self._name:
-            frame = frame.f_back
+        frames = list(self._frames())
         mode = get_proxy_mode()
-        if frame is not None and mode is not None:
-            place = _place(self.path, frame.f_lineno)
+        if frames and mode is not None:
+            line = frames[0].f_lineno
+            comments = filter(None, (comment_above(self.path, frame.f_lineno) for frame in frames))
+            place = ": ".join([f"{self.path.name}:{line}", *filter(None, [", for ".join(comments)])])
             newest = None
             for node in reversed(mode.tracer.graph.nodes):
                 newest = newest or node
                 if node is self._last or node.op == "placeholder":
                     break
                 node.meta[PLACE] = place
+                if len(frames) > 1:
+                    node.meta[CALL] = self._call(frames[0])
                 if self._draw:
                     node.meta[ONE_DRAW] = self._draw
             self._last = newest
         return result
+
+    def _frames(self) -> Iterator[FrameType]:
+        """The stage's own frames that run, the deepest first."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == self._name:
+                yield frame
+            frame = frame.f_back
+
+    def _call(self, frame: FrameType) -> tuple[str, int]:
+        """The name of a function of the stage, and how many calls of such functions came before this one."""
+        if frame is not self._function:
+            self._function, self._calls = frame, self._calls + 1
+        return frame.f_code.co_name, self._calls
 
     @contextmanager
     def one_draw(self, name: str) -> Iterator[None]:
@@ -269,16 +290,6 @@ class _Places(TorchDispatchMode):
         self._draw = name
         yield
         self._draw = ""
-
-
-def _place(path: Path, line: int) -> str:
-    for above in range(line - 1, 0, -1):
-        text = linecache.getline(str(path), above)
-        if text.startswith("    # "):
-            return f"{path.name}:{line}: {text.strip().removeprefix('# ')}"
-        if text.startswith("def "):
-            break
-    return f"{path.name}:{line}"
 
 
 def _check(graph: fx.Graph) -> None:

@@ -90,7 +90,7 @@ def test_a_harmless_swap_emits_the_same_text(name: str, first: str) -> None:
     ("level", "passes", "message", "hint"),
     [
         (Level.CAPTURED, LISTS["training"][2:], "whole_loss takes .* FOLDED, but this one is CAPTURED", "FOLDED"),
-        (Level.CAPTURED, swapped(LISTS["training"], 12), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, swapped(LISTS["training"], 12), "outline takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
     ],

@@ -21,7 +21,9 @@ def wired(name: str, shift: int) -> Program:
     """A case cut for three workers, backward `shift` modules later, with a second for each call."""
     made: list[Program] = []
     case, _, _ = captured(name)
-    lowered(name, workers=3, **cuts(case, 3, shift), observers=[lambda applied: made.append(applied.program)])
+    lowered(
+        name, workers=3, **cuts(case, 3, shift), outline=False, observers=[lambda applied: made.append(applied.program)]
+    )
     for node in made[-1]:
         info(node).seconds = 0.0 if is_send(node) or is_recv(node) else 1.0
     return made[-1]
