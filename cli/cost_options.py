@@ -87,7 +87,7 @@ class CostOptions:
 
     def _links(self, links: Links | None, workers: int, default: Links) -> Links | None:
         if self.links is not None:
-            links = read_device_spec(self.links).links
+            links = read_device_spec(self.links, links=True).links
             if links is None:
                 raise ProfileError(
                     f"{self.links} says nothing about links: it has no [links]",

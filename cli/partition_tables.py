@@ -10,6 +10,7 @@ from fxpipe.inspection.table import (
     CLOCK,
     COUNT,
     SHARE,
+    SIZE,
     SPAN,
     TEXT,
     WORKERS,
@@ -98,6 +99,7 @@ class PlannedCuts:
             "exact": partition.exact,
             "lower_bound_ms": 1e3 * partition.lower_bound,
             "memory_bytes": [load.memory for load in partition.loads],
+            "moved_bytes": partition.moved,
             "workers": [{n: v if n in BYTES else 1e3 * v for n, v in asdict(load).items()} for load in partition.loads],
         }
         if self.processes is None:
@@ -170,6 +172,7 @@ COLUMNS = (
     Column("processes", "processes", COUNT), Column("slowest", "bottleneck_ms", SPAN),
     Column("worker", _slowest, WORKERS),
     Column("efficiency", "efficiency", CLOCK), Column("best possible", _best_possible, WRITTEN),
+    Column("moved", "moved_bytes", SIZE),
     Column("simulated", "simulated_ms", SPAN), Column("minibatch", "minibatch_ms", SPAN),
     Column("bubble", "bubble", SHARE), Column("samples/s", "samples_per_second"),
 )  # fmt: skip

@@ -8,10 +8,12 @@ from functools import partial
 
 import click
 
-from fxpipe.cli.output import warn
+from fxpipe.cli.output import echo, warn
 from fxpipe.cli.partition_tables import PlannedCuts, TimedPartition
 from fxpipe.cli.terminal.overview import print_schedules
+from fxpipe.inspection.sentences import cuts_text
 from fxpipe.inspection.table import Json
+from fxpipe.inspection.workers import partition_rows
 from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
 from fxpipe.lowering.choose_schedule import Comparison, Say, counts_of, for_count
 from fxpipe.lowering.model_profile import profile_model
@@ -23,6 +25,7 @@ from fxpipe.planner.partition import Partition, TooLittleMemory, partitions
 from fxpipe.planner.pipedream import read_profile
 from fxpipe.planner.profile import PlanInput
 from fxpipe.planner.replicated import minibatch_seconds, notation, replicated_partitions
+from fxpipe.planner.separate_cuts import why_shared
 from fxpipe.planner.setting import MOMENTUM, Setting
 from fxpipe.planner.workers import Machines
 from fxpipe.runtime.process.device import reuse_freed_memory
@@ -126,12 +129,19 @@ class Schedules:
 
     def facts(self) -> Json:
         """One object a row."""
-        samples = self.ranking.best.candidate.sized.samples
-        return {"samples": samples, "schedules": [asdict(row) for row in self.ranking.rows]}
+        best, compared = self.ranking.best.candidate, self.ranking.partitions
+        return {
+            "samples": best.sized.samples,
+            "schedules": [asdict(row) for row in self.ranking.rows],
+            "partitions": partition_rows(compared),
+            "cuts_refused": why_shared(compared, best.profile),
+        }
 
     def show(self, facts: Json) -> None:
-        """The table."""
+        """The table, and what the best one's cuts gain over others and move."""
         print_schedules(self.ranking.rows, facts["samples"])
+        cuts = self.ranking.best.candidate.mode
+        echo(f"cuts: {cuts_text(cuts, facts['partitions'], facts['cuts_refused'])}")
 
 
 def compare_schedules(

@@ -15,9 +15,8 @@ from fxpipe.inspection import sentences, tables
 from fxpipe.inspection.facts import build_facts
 from fxpipe.inspection.subject import subject_of
 from fxpipe.inspection.table import Json
-from fxpipe.inspection.workers import again_text, worker_rows
+from fxpipe.inspection.workers import again_text, partition_rows, worker_rows
 from fxpipe.lowering.agreement import Agreement
-from fxpipe.lowering.choose_cuts import lost_in_noise
 from fxpipe.lowering.codec_effect import CodecEffect
 from fxpipe.lowering.own_rounding import rounding_text
 from fxpipe.messages import plain
@@ -68,7 +67,9 @@ class WrittenBuild:
             "backward_cuts": [modules[stage.backward_units[0]] for stage in plan.stages[1:]],
             "weight_cuts": [modules[stage.weight_units[0]] for stage in plan.stages[1:]],
             "partitions": {partition.mode: partition.efficiency for partition in costs.partitions},
+            "moved_bytes": {partition.mode: partition.moved for partition in costs.partitions},
             "cuts": facts["cuts"],
+            "cuts_refused": facts["cuts_refused"],
             "forecast": {
                 "samples_per_second": simulation.samples_per_second(facts["samples"]),
                 "milliseconds": 1e3 * simulation.seconds_per_minibatch,
@@ -129,17 +130,15 @@ class WrittenBuild:
 
     def _costs(self) -> Iterator[str]:
         """The order of workers, the cuts, and how fast a run is expected to be."""
-        build, plan, costs, expected = self.build, self.build.plan, self.build.costs, self.facts["forecast"]
+        plan, costs, expected = self.build.plan, self.build.costs, self.facts["forecast"]
         schedule = of_plan(plan)
         if text := graph_text(schedule.after):
             yield text
         if not schedule.synchronous:
             yield f"staleness: {self.staleness}"
         if costs.partitions:
-            *others, chosen = costs.partitions
-            compared = f" ({', '.join(f'{p.mode} {p.efficiency:.3f}' for p in others)})" if others else ""
-            lost = build.profile and lost_in_noise(costs.partitions, build.profile)
-            yield f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{compared}{f'; {lost}' if lost else ''}"
+            rows = partition_rows(costs.partitions)
+            yield f"cuts: {sentences.cuts_text(self.facts['cuts'], rows, self.facts['cuts_refused'])}"
         if again := again_text(costs):
             yield again
         if not costs.times:

@@ -112,10 +112,12 @@ def test_a_file_that_cannot_be_imported(home: Path, monkeypatch: pytest.MonkeyPa
     assert "No module named 'no_such_module'" in result.err
     assert f"at: model.py:{line_of(path, 'no_such_module')}: import no_such_module" in result.err
     assert "hint" not in result.err
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    write_model(home, ("import torch\n", "import torch\nfrom sklearn import datasets\n"))
-    result = fxpipe("compile", "model.py", *QUICK)
-    assert "hint: pip install -c constraints.txt 'fxpipe[examples]', or '.[examples]' in the repository" in result.err
+    for package, extra in (("sklearn", "examples"), ("bitsandbytes", "packed")):
+        monkeypatch.setitem(sys.modules, package, None)
+        write_model(home, ("import torch\n", f"import torch\nimport {package}\n"))
+        result = fxpipe("compile", "model.py", *QUICK)
+        hint = f"hint: pip install -c constraints.txt 'fxpipe[{extra}]', or '.[{extra}]' in the repository"
+        assert hint in result.err
     write_model(home, ("import torch\n", "import torch\nclass = 3\n"))
     result = fxpipe("compile", "model.py", *QUICK)
     assert result.code == 1

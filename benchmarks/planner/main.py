@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, partitions
+from fxpipe.planner.partition import Partition, partitions, repriced
 from fxpipe.planner.pipedream import from_pipedream, read_profile
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.separate_cuts import worth_messages
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule import make
 from fxpipe.simulator.of_partition import scenario_of_partition
@@ -45,7 +46,8 @@ def main() -> None:
     if not profiles:
         parser.error(f"no profiles in {options.folder}")
     rows = []
-    print(f"{'profile':<16}{'N':>3}  {'links':<11}{'same':>15}{'bidirectional':>15}{'three-way':>15}{'seconds':>9}")
+    titles = f"{'same':>15}{'bidirectional':>15}{'three-way':>15}{'taken':>15}{'seconds':>9}"
+    print(f"{'profile':<16}{'N':>3}  {'links':<11}{titles}")
     for stem, read in profiles.items():
         profile = read.split_backward(options.weight_fraction)
         for workers in options.workers:
@@ -53,9 +55,10 @@ def main() -> None:
                 row = {"profile": stem, "workers": workers, "links": name, **plan(profile, workers, links)}
                 rows.append(row)
                 cells = "".join(f"{cell(row[mode]):>15}" for mode in ("same", "bidirectional", "three-way"))
-                print(f"{stem:<16}{workers:>3}  {name:<11}{cells}{row['seconds']:>9.2f}", flush=True)
+                print(f"{stem:<16}{workers:>3}  {name:<11}{cells}{row['taken']:>15}{row['seconds']:>9.2f}", flush=True)
     if out := options.out or (None if options.quick else Path(__file__).parent / "result.json"):
         out.write_text(json.dumps(rows, indent=1) + "\n")
+    print("taken: of same and bidirectional, by a compile that was given these links")
     print("efficiency: ideal time over the slowest worker's; * not proved to be the best; in brackets as simulated")
 
 
@@ -70,12 +73,22 @@ def made_up(layers: int = 10) -> str:
 
 
 def plan(profile: Profile, workers: int, links: Links) -> dict[str, Any]:
-    """Every mode's efficiency, planned and simulated, and the seconds that planning took."""
+    """Every mode's efficiency, planned and simulated, the mode that a compile takes, and the seconds of planning."""
     setting = Setting(links=links).workers(workers)
     begin = time.perf_counter()
     found = partitions(profile, setting)
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, **{mode: measure(profile, p, links, workers) for mode, p in found.items()}}
+
+    def slowest(partition: Partition, over: Links) -> float:
+        return repriced(profile, Setting(links=over).workers(workers), partition).bottleneck
+
+    separate = worth_messages(found["bidirectional"], found["same"], slowest, links, profile.noise(workers))
+    taken = "bidirectional" if separate else "same"
+    return {
+        "seconds": seconds,
+        "taken": taken,
+        **{mode: measure(profile, p, links, workers) for mode, p in found.items()},
+    }
 
 
 def measure(profile: Profile, partition: Partition, links: Links, workers: int) -> dict[str, Any]:
@@ -88,6 +101,7 @@ def measure(profile: Profile, partition: Partition, links: Links, workers: int) 
         "exact": partition.exact,
         "simulated": partition.ideal / simulated,
         "recomputes": bool(partition.recompute),
+        "moved_bytes": partition.moved,
     }
 
 

@@ -13,7 +13,7 @@ from fxpipe.cli.output import echo, mark, print_columns, print_text
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.inspection import tables
 from fxpipe.inspection.report.marks import colour
-from fxpipe.inspection.sentences import evaluation_text, outer_text
+from fxpipe.inspection.sentences import cuts_text, evaluation_text, outer_text
 from fxpipe.inspection.table import Json, TimeUnit, number
 from fxpipe.inspection.tables import moves
 from fxpipe.inspection.timeline import explained
@@ -55,11 +55,11 @@ def print_header(facts: Json, console: Console) -> None:
     what += [f"{build['params']} parameters"] if build["params"] else []
     what += [f"codec {build['codec']}"] if build["codec"] != "none" else []
     _line(console, what)
-    efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"
     minibatch = f"{build['samples']} samples in {parts} microbatch{'es' if parts > 1 else ''}"
     _line(console, [build["schedule"], build["policy"], minibatch])
     speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
-    _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
+    cuts = cuts_text(build["cuts"], facts["partitions"], build["cuts_refused"])
+    _line(console, [f"cuts {cuts}", f"times {build['costs']}", *speeds])
     if text := graph_text(tuple(map(tuple, build["graph"]))):
         print_text(console, text)
     named = build["settings"].items()

@@ -22,6 +22,7 @@ from fxpipe.observe.rates import samples_of
 from fxpipe.passes.analysis.summary import Traffic
 from fxpipe.plan.plan import Plan, holder_of
 from fxpipe.planner.candidates import PINNED
+from fxpipe.planner.separate_cuts import why_shared
 from fxpipe.policy import POLICIES
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.schedule.graph import graph_of_edges
@@ -100,6 +101,7 @@ def build_facts(subject: Subject) -> Facts:
         "loss_worker": plan.loss.worker,
         "graph": [list(firsts) for firsts in graph_of_edges(plan.edges, plan.workers)],  # empty for a chain
         "cuts": cuts,
+        "cuts_refused": why_shared(costs.partitions, subject.profile) if costs.partitions else "",
         "costs": "measured" if subject.measured else "computed",
         "speeds": [] if set(subject.costs.speeds) <= {1.0} else list(subject.costs.speeds),
         "links": costs.links.to_row(),

@@ -190,7 +190,8 @@ def modes(partitions: Sequence[Json]) -> ShownTable:
     columns = (
         Column("cuts", lambda p: f"{p['mode']} ✓ chosen" if p["chosen"] else p["mode"], TEXT),
         Column("slowest worker", "bottleneck_ms", TIME), Column("ideal", "ideal_ms", TIME),
-        Column("efficiency", "efficiency", SHARE), Column("proved best", "exact", YES),
+        Column("efficiency", "efficiency", SHARE), Column("moved", "moved_bytes", SIZE),
+        Column("proved best", "exact", YES),
     )  # fmt: skip
     return ShownTable(columns, partitions, "Modes of cuts")
 

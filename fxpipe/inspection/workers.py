@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -179,8 +179,13 @@ def balance_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]
     partitions = list(subject.costs.partitions) if planned_for else []
     if not partitions and recipe is not None:
         partitions = [_own_cuts(subject, _planned_for(subject, recipe))]
+    return partition_rows(partitions)
+
+
+def partition_rows(compared: Sequence[Partition]) -> list[dict[str, Any]]:
+    """A row for each partition, of which the last one was chosen."""
     order = (*MODES, PINNED)
-    return [_partition_row(p, p is partitions[-1]) for p in sorted(partitions, key=lambda p: order.index(p.mode))]
+    return [_partition_row(p, p is compared[-1]) for p in sorted(compared, key=lambda p: order.index(p.mode))]
 
 
 def _planned_for(subject: Subject, recipe: Recipe) -> Workers:
@@ -215,6 +220,8 @@ def _partition_row(partition: Partition, chosen: bool) -> dict[str, Any]:
         "exact": None if partition.mode == PINNED else partition.exact,
         "bottleneck_ms": 1e3 * partition.bottleneck,
         "ideal_ms": 1e3 * partition.ideal,
+        "moved_bytes": partition.moved,
+        "simulated_ms": None if partition.simulated is None else 1e3 * partition.simulated,
         "workers": [load_row(load) for load in partition.loads],
     }
 

@@ -13,20 +13,14 @@ from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.recompute import LEAST, Room
 from fxpipe.planner.branches import graph_of_cuts
 from fxpipe.planner.cuts import Cuts
-from fxpipe.planner.device import BUSES
-from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE
-from fxpipe.planner.partition import Partition, of_cuts
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition, of_cuts, repriced
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.separate_cuts import worth_messages
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule.check import moments
 from fxpipe.schedule.graph import Graph
 from fxpipe.search.side_by_side import planned_side_by_side
-
-WORTH = 0.02
-"""How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
-
-ASSUMED, MEASURED = 1 / 3, 0.9
-"""The share of the links' bandwidth at which they must still be that: links that no one has measured may be slower."""
 
 
 @dataclass(frozen=True)
@@ -107,43 +101,19 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
     found = planned_side_by_side(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
-        least = max(WORTH, profile.noise(options.stages))
-        pair = chosen, found["same"]
-        if _gain(*pair) <= least or _gain(*_over_slower_links(pair, profile, options, setting)) <= WORTH:
+
+        def slowest(partition: Partition, links: Links) -> float:
+            graph = _graph(profile, partition.cuts, options)
+            workers = replace(setting, links=links).workers(options.stages, graph=graph)
+            return repriced(profile, workers, partition).bottleneck
+
+        if not worth_messages(chosen, found["same"], slowest, setting.links, profile.noise(options.stages)):
             chosen = found["same"]
     return (*(p for p in found.values() if p is not chosen), chosen)
 
 
-def _over_slower_links(
-    partitions: Sequence[Partition], profile: Profile, options: CompileOptions, setting: Setting
-) -> list[Partition]:
-    """What the same cuts cost if the links are slower than they are taken to be."""
-    assumed = setting.links in (GLOO_LOOPBACK, NCCL_NODE, *BUSES.values())
-    slower = replace(setting, links=setting.links.slower(ASSUMED if assumed else MEASURED))
-    return [
-        of_cuts(profile, slower.workers(options.stages, graph=_graph(profile, p.cuts, options)), p.cuts, mode=p.mode)
-        for p in partitions
-    ]
-
-
 def _graph(profile: Profile, cuts: Cuts, options: CompileOptions) -> Graph:
     return () if options.replicas else graph_of_cuts(profile, cuts)
-
-
-def _gain(separate: Partition, same: Partition) -> float:
-    return 1 - separate.bottleneck / same.bottleneck if same.bottleneck else 0.0
-
-
-def lost_in_noise(compared: Sequence[Partition], profile: Profile) -> str:
-    """Why forward and backward share cuts although separate ones are faster, from the partitions that `choose_cuts`
-    compared; '' if they are not."""
-    *others, chosen = compared
-    noise, gain = profile.noise(len(chosen.loads)), max((_gain(other, chosen) for other in others), default=0.0)
-    if chosen.mode != "same" or gain <= WORTH:
-        return ""
-    if gain > noise:
-        return f"separate ones would gain {gain:.1%}, but not over slower links"
-    return f"separate ones would gain {gain:.1%}, within the noise of the measured times ({noise:.0%})"
 
 
 def _pinned(units: Sequence[str], options: CompileOptions) -> Cuts:

@@ -172,6 +172,14 @@ class CostModel(UnitSums):
                 break  # what fits with less computed again is faster
         return best
 
+    def arriving(self, worker: int, of: Candidates) -> Floats:
+        """Bytes that the worker receives from others for a minibatch: all its replicas, in all pipelines."""
+        workers, ratios = self.workers, self.workers.ratios
+        values = ratios.activation * of.activation + ratios.gradient * (of.gradient + of.handed[0])
+        values = values + ratios.saved * (of.from_front.size + of.from_back.size)
+        copies = ratios.weights * sum(of.copies_in) * workers.replicas_of(worker)
+        return workers.dp * (workers.microbatches * values + copies)
+
     def memory(self, worker: int, of: Candidates) -> Floats:
         """The least bytes that the worker needs."""
         held = of.holdings(self.allowed(worker))

@@ -147,8 +147,11 @@ def at_peak(name: str, tf32: bool = False) -> Device | None:
 _OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "d", "ti"}
 
 
-def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
-    """The built-in device of that name, else the file at that path (see the module's docstring).
+def read_device_spec(name_or_path: str | Path, links: bool = False) -> DeviceSpec:
+    """The built-in device of that name, or links, else the file at that path (see the module's docstring).
+
+    Args:
+        links: only these are read, which the error says.
 
     Raises:
         ProfileError: neither exists; not TOML; an unknown table or key; a value that is not a quantity. The error names
@@ -162,9 +165,10 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
         return DeviceSpec(links=BUSES[name])
     path = Path(text)
     if not path.exists() and not path.suffix and len(path.parts) == 1:
+        names = [*([] if links else BUILT_IN), *BUSES]
         raise ProfileError(
-            f"there is no device {text!r}{near(name, (*BUILT_IN, *BUSES))}",
-            hint=f"built in are {', '.join(BUILT_IN)}; of links {', '.join(BUSES)}; any other is a TOML file",
+            f"there {'are no links' if links else 'is no device'} {text!r}{near(name, names)}",
+            hint=f"built in are {', '.join(names)}; any other is a TOML file",
         )
     return _read(path)
 

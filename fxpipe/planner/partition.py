@@ -9,7 +9,7 @@ the optimum it can be at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -76,6 +76,9 @@ class Partition:
         lower_bound: no plan of this mode can be faster; equals the bottleneck if the search was exact.
         replicas: processes of each worker; empty means one each. Loads are then shares: what one process does, per
             microbatch of the whole minibatch.
+        moved: bytes that workers send each other for a minibatch, without sums over replicas.
+        simulated: seconds of a minibatch, if a search of schedules has simulated it.
+        again: r of each boundary (`cost_model`), which `recompute` says only of units next to it.
     """
 
     mode: str
@@ -88,6 +91,9 @@ class Partition:
     lower_bound: float
     loads: tuple[Load, ...]
     replicas: tuple[int, ...] = ()
+    moved: float = 0.0
+    simulated: float | None = None
+    again: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def cuts(self) -> Cuts:
@@ -149,6 +155,12 @@ def of_cuts(
         costs: the model of the profile and the workers, if it exists already.
     """
     return next(of_all_cuts(costs or CostModel(profile, workers), [cuts], mode))
+
+
+def repriced(profile: Profile, workers: Workers, partition: Partition) -> Partition:
+    """What a partition costs for other workers."""
+    rows = np.array([partition.forward, partition.backward, partition.weights, partition.again], dtype=np.int64).T
+    return of_rows(CostModel(profile, workers), rows, partition.mode)
 
 
 def of_all_cuts(costs: CostModel, cuts: Sequence[Cuts], mode: str) -> Iterator[Partition]:
@@ -354,8 +366,10 @@ class _PricedPlans:
         self._costs = costs
         self._plans = np.stack(plans)
         self._priced: list[tuple[Candidates, Costs]] = []
+        self._moved = np.zeros(len(plans))
         for k, worker in workers_of(costs, self._plans):
             self._priced.append((worker, costs.price(k, worker, with_memory=True)))
+            self._moved += costs.arriving(k, worker)
 
     def described(self, number: int, mode: str, bound: float = 0.0) -> Partition:
         """One of them, in seconds; the bound, like profiles, in milliseconds."""
@@ -386,11 +400,11 @@ class _PricedPlans:
                     values=float(price.values[number]),
                 )
             )
-        at = [tuple(int(position) for position in cuts[:, chain]) for chain in range(3)]
+        at = [tuple(int(position) for position in cuts[:, chain]) for chain in range(4)]
         slowest, ideal = max(load.total for load in loads), _ideal_ms(costs) / 1e3
         lower_bound = float(bound) / 1e3 if bound else min(ideal, slowest)
-        priced = slowest, ideal, lower_bound, tuple(loads), workers.replicas
-        return Partition(mode, at[0], at[1], at[2], tuple(recompute), *priced)
+        priced = slowest, ideal, lower_bound, tuple(loads), workers.replicas, float(self._moved[number])
+        return Partition(mode, at[0], at[1], at[2], tuple(recompute), *priced, again=at[3])
 
 
 def _ideal_ms(costs: CostModel) -> float:

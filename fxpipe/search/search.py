@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from fxpipe.planner.candidates import MODES, PINNED
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
+from fxpipe.planner.separate_cuts import worth_messages
 from fxpipe.search.candidate import Candidate, Question, Sized, candidates, counted
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import ByMode, Plans
@@ -46,7 +48,7 @@ class Ranking:
         best: what to take.
         rows: one for each schedule and number of microbatches: the best one first, then by their time; then those that
             do not fit, and those that are refused.
-        partitions: the best's, after the one that is faster, but by no more than the noise, if there is one.
+        partitions: the best's, after the one that its kind of cuts is compared with, if there is one.
     """
 
     best: SimulatedPlan
@@ -62,9 +64,9 @@ def search(
     Every schedule is planned for every kind of cuts that is of use to it, with the memory that it needs; plans
     of one schedule are tried under the others, too. Those with a flush, which are not far behind and could be faster,
     are improved further (`climb`).
+    Separate cuts count where they are worth their messages (`worth_messages`).
     Of all within 1% of the fastest, the simplest is taken: without stale weights or separate weight gradients, with
-    fewer kinds of cuts, with less memory; and of its schedule's, fewer kinds of cuts where more are faster by no more
-    than the noise of the measured times. So, but for that noise, nothing that any schedule's own plan promises is more
+    fewer kinds of cuts, with less memory. So nothing that any schedule's own plan with shared cuts promises is more
     than 1% faster.
 
     More microbatches than those of `sizes` are tried as long as they may gain (`_more_may_gain`): bubbles are shorter
@@ -104,10 +106,9 @@ def search(
             better = _improved(pair_trials, question)
             trials += better
             fastest = min([fastest, *(trial.pace for trial in better)])
-    within = simplest(trials)
-    best = _beyond_noise(within, trials)
-    compared = () if best is within else (within.partition,)
-    return Ranking(best, (*_rows(trials, best), *refused), (*compared, best.partition))
+    worthwhile = _worth_messages(trials)
+    best = simplest(worthwhile)
+    return Ranking(best, (*_rows(worthwhile, best), *refused), _compared(best, trials))
 
 
 def _more_may_gain(largest: Sized, trials: Sequence[SimulatedPlan], failed: Sequence[_Failed]) -> bool:
@@ -256,18 +257,40 @@ def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
     return min((t for t in trials if t.pace <= fastest * (1 + TIE)), key=_simplicity)
 
 
-def _beyond_noise(best: SimulatedPlan, trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
-    """The same schedule with fewer kinds of cuts, where more gain no more than the noise of the measured times."""
-    profile = best.candidate.profile
-    least = best.pace / max(1 - profile.noise(len(best.partition.loads)), 1e-9)
+def _worth_messages(trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """All with the fewest kinds of cuts under their schedule, and the simplest with more where that is worth it."""
+    kept: list[SimulatedPlan] = []
+    for pair_trials in _by_pair(trials).values():
+        fewest, *more = (list(group) for _, group in groupby(sorted(pair_trials, key=_kind), _kind))
+        kept += fewest
+        same = min(fewest, key=lambda trial: trial.pace)
+        for separate in map(simplest, more):
+            if _is_worth(separate, same):
+                kept.append(separate)
+                same = separate
+    return kept
+
+
+def _is_worth(separate: SimulatedPlan, same: SimulatedPlan) -> bool:
+    noise = separate.candidate.profile.noise(len(separate.partition.loads))
+    return worth_messages(separate, same, SimulatedPlan.seconds_over, separate.setting.links, noise)
+
+
+def _kind(trial: SimulatedPlan) -> int:
+    """How many kinds of cuts more than one it has."""
+    return MODES.index(trial.candidate.mode) if trial.candidate.mode in MODES else 0
+
+
+def _compared(best: SimulatedPlan, trials: Sequence[SimulatedPlan]) -> tuple[Partition, ...]:
+    """The best's partition, after what its cuts are compared with: shared ones; or the fastest separate ones."""
     pair_trials = _by_pair(trials)[best.candidate.schedule, best.candidate.microbatches]
-    alike = [t for t in pair_trials if t.pace <= least and t.candidate.mode in MODES]
-    return min(alike, key=lambda t: (MODES.index(t.candidate.mode), t.pace)) if profile.noise(1) and alike else best
+    others = [trial for trial in pair_trials if (_kind(trial) == 0) != (_kind(best) == 0)]
+    compared = [*sorted(others, key=lambda trial: trial.pace)[:1], best]
+    return tuple(replace(trial.partition, simulated=trial.seconds) for trial in compared)
 
 
 def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
-    mode = MODES.index(trial.candidate.mode) if trial.candidate.mode in MODES else 0
-    return trial.staleness, complexity(trial), mode, trial.memory, trial.pace
+    return trial.staleness, complexity(trial), _kind(trial), trial.memory, trial.pace
 
 
 def _improved(of_schedule: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:

@@ -101,9 +101,15 @@ class SimulatedPlan:
     @cached_property
     def waits_for_links(self) -> float:
         """Seconds that links add to a minibatch: what it would save if messages took no time on the way."""
-        free = replace(self.scenario, links=Links(copy=self.scenario.links.copy))
-        schedule = self.schedule
-        return max(0.0, self.seconds - simulate(schedule, free, steady_minibatches(schedule)).seconds_per_minibatch)
+        return max(0.0, self.seconds - self.seconds_over(Links(copy=self.scenario.links.copy)))
+
+    def seconds_over(self, links: Links) -> float:
+        """Of a minibatch, over other links between its processes."""
+        links = links.on(self.placement)
+        if links == self.scenario.links:
+            return self.seconds
+        scenario = replace(self.scenario, links=links)
+        return simulate(self.schedule, scenario, steady_minibatches(self.schedule)).seconds_per_minibatch
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,8 @@ EXTRAS = {
     "lightning": "lightning",
     "trl": "trl",
     "datasets": "trl",
+    "bitsandbytes": "packed",
+    "torchao": "packed",
 }
 """By the name of a module that a model file may import, the extra of fxpipe that installs it."""
 

@@ -108,6 +108,9 @@ def test_links_come_from_their_own_file_first(tmp_path: Path) -> None:
     assert parsed("--links", links, "--bandwidth", "3GB/s").links == Links(3e9)
     with pytest.raises(ProfileError, match=r"has no \[links\]"):
         parsed("--links", write(tmp_path, "[device]\nname = 'h100'", "other.toml"))
+    with pytest.raises(ProfileError, match="no links 'pcie9', did you mean 'pcie5'") as caught:
+        parsed("--links", "pcie9")
+    assert caught.value.hint == f"built in are {', '.join(BUSES)}; any other is a TOML file"
 
 
 def test_one_part_of_the_links_changes_the_default() -> None:

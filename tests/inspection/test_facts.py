@@ -15,7 +15,9 @@ import fxpipe
 from fxpipe.errors import PolicyError
 from fxpipe.inspection import timeline
 from fxpipe.inspection.facts import facts, recipe_of
+from fxpipe.inspection.sentences import cuts_text
 from fxpipe.inspection.subject import Subject, subject_of
+from fxpipe.inspection.workers import partition_rows
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import of_cuts
 from fxpipe.planner.setting import Setting
@@ -212,6 +214,23 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
     )
     priced = of_cuts(build.profile, setting.workers(3), chosen.cuts, mode=mode)
     assert dataclasses.replace(priced, lower_bound=chosen.lower_bound) == chosen
+    assert chosen.moved == pytest.approx(sum(worker.bytes_in for worker in known.workers), rel=0.2)
+
+
+def test_separate_cuts_are_told_with_what_they_move() -> None:
+    partition = lowered("gpt", workers=3, cuts="same").partitions[-1]
+    same = dataclasses.replace(partition, bottleneck=partition.ideal / 0.956, moved=1e9)
+    separate = dataclasses.replace(same, mode="bidirectional", bottleneck=partition.ideal / 0.98, moved=3e9)
+    moved = "for 1.9 GiB a minibatch more between workers"
+    assert cuts_text("bidirectional", partition_rows([same, separate]), "") == (
+        f"bidirectional, 0.980 of ideal {moved} (same 0.956)"
+    )
+    assert cuts_text("same", partition_rows([separate, same]), f"1 % {moved}") == (
+        f"same, 0.956 of ideal (bidirectional 0.980); 1 % {moved}"
+    )
+    timed = [dataclasses.replace(same, simulated=1.03), dataclasses.replace(separate, simulated=1.0)]
+    assert cuts_text("bidirectional", partition_rows(timed), "").endswith(" (same 0.956, 3.0% slower)")
+    assert cuts_text("pinned", partition_rows([same])[:1], "") == "pinned, 0.956 of ideal"
 
 
 def test_pinned_cuts_do_what_their_units_do(found: dict[str, Any], named: str) -> None:

@@ -189,6 +189,7 @@ def _partition(mode: str, cost: list[Facts]) -> Facts:
     return {
         "mode": mode, "chosen": mode == "bidirectional", "efficiency": each / slowest, "exact": True,
         "bottleneck_ms": slowest, "ideal_ms": each, "workers": workers,
+        "moved_bytes": 3e6 * (1 + 10 * uneven), "simulated_ms": None,
     }  # fmt: skip
 
 

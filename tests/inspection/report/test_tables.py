@@ -56,7 +56,9 @@ def test_every_number_is_a_fact(page: Any) -> None:
             + [w[name] for name in ("saved_bytes", "in_flight", "memory_bytes")]
             for w in FACTS["workers"]
         ],
-        "Modes of cuts": [[p["bottleneck_ms"], p["ideal_ms"], p["efficiency"]] for p in FACTS["partitions"]],
+        "Modes of cuts": [
+            [p["bottleneck_ms"], p["ideal_ms"], p["efficiency"], p["moved_bytes"]] for p in FACTS["partitions"]
+        ],
         "Balance": [[*(load[part] for part in tables.PARTS.values()), load["total_ms"]] for load in loads],
         "Spans, simulated": [span[2:] for span in FACTS["timeline"]["spans"]],
         "Spans, measured": [span[2:] for span in run["timeline"]["spans"]],
