@@ -19,6 +19,8 @@ from fxpipe.ir.wire import TAKEN
 from fxpipe.passes.analysis.repeats import Run, inputs_of, numbers_of, repeats, shared_path, shared_start
 from fxpipe.torch_private import OpOverload, schema_of
 
+LEAST_CALLS, LEAST_LINES = 8, 12
+"""How many calls a function has at least, and how many lines of text it saves."""
 _KINDS = ("weights", "buffers", "values")
 
 
@@ -27,8 +29,8 @@ class Outline(Pass):
     """Find calls that repeat up to weights, buffers, values and numbers; the graphs of the parts stay unchanged.
 
     Runs are found from the graph; module paths only name them, and decide between runs that begin at other calls of the
-    same blocks. A function has at least `least` calls and saves at least `saves` lines of text: smaller repeats stay
-    where they are. Values that die in a function are dropped there, so memory is that of the calls in a row.
+    same blocks. Small repeats stay where they are. Values that die in a function are dropped there, so memory is that
+    of the calls in a row.
 
     Before:  y = mm(x, w1); z = relu(y)      After:  z = blocks_forward(weights[:1], [x])  # blocks.0
              v = mm(z, w2); u = relu(v)              u = blocks_forward(weights[1:], [z])  # blocks.1
@@ -38,9 +40,6 @@ class Outline(Pass):
     requires: ClassVar[Level] = Level.SPLIT
     provides: ClassVar[Level] = Level.SPLIT
 
-    least: int = 8
-    saves: int = 12
-
     def __call__(self, program: Program) -> Program:
         return replace(program, stages=tuple(self._outlined(stage) for stage in program.stages))
 
@@ -48,14 +47,15 @@ class Outline(Pass):
         parts = tuple(stage.parts.values())
         kinds = {node: kind for part in parts for node, kind in _kinds(part).items()}
         part_of = {node: i for i, part in enumerate(parts) for node in part.graph.nodes}
+        order = {node: i for i, node in enumerate(part_of)}
         calls: list[list[FunctionCall]] = [[] for _ in parts]
         taken: set[str] = {part.function for part in parts}
-        groups = list(repeats([part.graph for part in parts], kinds, self.least, self.saves))
+        groups = list(repeats([part.graph for part in parts], kinds, LEAST_CALLS, LEAST_LINES))
+        groups.sort(key=lambda runs: order[runs[0].nodes[0]])
         within = {node: run.nodes[0] for runs in groups for run in runs for node in run.nodes}
         for runs in groups:
             for call in _Outlined(runs, kinds, parts[part_of[runs[0].nodes[0]]], within, taken).calls:
                 calls[part_of[call.nodes[0]]].append(call)
-        order = {node: i for part in parts for i, node in enumerate(part.graph.nodes)}
         outlined = {
             phase: replace(part, outlined=tuple(sorted(some, key=lambda call: order[call.nodes[0]])))
             for (phase, part), some in zip(stage.parts.items(), calls, strict=True)

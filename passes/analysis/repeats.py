@@ -166,21 +166,20 @@ def _type_of(example: Any) -> Any:
 
 def _best(calls: _LabelledCalls, left: Sequence[int | None], least: int, saves: int) -> tuple[int, list[int]] | None:
     """The length and the starts of the equal runs that save most; None if none save enough."""
-    candidates = list(_candidates(calls, left, least))
-    most = max((length * (len(starts) - 1) for length, starts in candidates), default=0)
-    heap: list[tuple[int, int, bool, int, list[int]]] = []
+    candidates = sorted(_candidates(calls, left, least), key=lambda row: (_lines(row[0], row[1]), -row[1][0]))
+    heap: list[tuple[float, int, bool, int, list[int]]] = []
 
     def put(length: int, starts: list[int], proved: bool) -> None:
-        _, inputs, _ = calls.form(starts[0], length)
-        saved = round(LINES_OF_CALL * length * (len(starts) - 1)) - LINES_OF_FUNCTION_CALL * len(starts) - len(inputs)
+        saved = _lines(length, starts) - len(calls.form(starts[0], length)[1])
         if saved >= saves:
             worth = saved - LINES_OF_TEAR * calls.torn(starts[len(starts) // 2], length)
             heapq.heappush(heap, (-worth, starts[0], proved, length, starts))
 
-    for length, starts in candidates:
-        if 5 * length * (len(starts) - 1) >= 4 * most:
-            put(length, starts, False)
-    while heap:
+    while heap or candidates:
+        while candidates and (not heap or _lines(*candidates[-1]) > -heap[0][0]):
+            put(*candidates.pop(), proved=False)
+        if not heap:
+            break
         *_, proved, length, starts = heapq.heappop(heap)
         if proved:
             return length, starts
@@ -189,6 +188,11 @@ def _best(calls: _LabelledCalls, left: Sequence[int | None], least: int, saves: 
         if count > 1:
             put(length, [start for start, form in zip(starts, forms, strict=True) if form == common], True)
     return None
+
+
+def _lines(length: int, starts: Sequence[int]) -> float:
+    """The lines that runs save as calls of a function, but for what it is given."""
+    return LINES_OF_CALL * length * (len(starts) - 1) - LINES_OF_FUNCTION_CALL * len(starts)
 
 
 def _candidates(calls: _LabelledCalls, left: Sequence[int | None], least: int) -> Iterator[tuple[int, list[int]]]:

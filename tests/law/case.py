@@ -35,6 +35,8 @@ class Case:
             that share out the optimizer), 'outer' (two that train apart), 'delayed' (with an outer step one later).
         attributes: vectors are of a class of their own, and the optimizer groups by it and by what hangs on them.
         rate: 'set' is constant, and a setting of the model file that the run gives (`--set`).
+        outline: of which repeats stages make functions: of large ones as for users, which these small models seldom
+            have, or of 'all' runs of two calls.
         precision: 'bf16' and 'fp16' under autocast; 'params' with `params="bf16"`, and 'params16' of a model that is in
             bfloat16; others of weights and batches.
         shapes: 'last' (an epoch's last batch is smaller), 'new' (its stages are made during the run), 'padded'.
@@ -70,6 +72,7 @@ class Case:
     average: bool = axis(False, True)
     codec: str = axis("none", "bf16", "int8", "gradient=topk:0.2", "gradient=lowrank:2", "outer=sparseloco:8")
     recompute: str = axis("none", "full")
+    outline: str = axis("large", "all")
     precision: str = axis("float64", "bf16", slow=("fp16", "float32", "bfloat16", "params", "params16"))
     engine: str = axis("eager", slow=("onnxruntime", "inductor"))
     evaluation: str = axis("none", "end", "often")

@@ -35,6 +35,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.lowering import evaluation, minibatch_loss
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes import outline
 from fxpipe.observe.rates import RATES
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
@@ -162,7 +163,8 @@ def compiled(case: Case, folder: Path) -> None:
     paths = [str(here), str(here.parent / "support")]
     path.write_text(MODEL_FILE.format(paths=paths, case=str(case), hooks="\n".join(hooks.values())))
     asked = compile_options(case)
-    with redirect_stderr(StringIO()), captured_once():
+    every = {"LEAST_CALLS": 2, "LEAST_LINES": -1000} if case.outline == "all" else {}
+    with redirect_stderr(StringIO()), captured_once(), patch.multiple(outline, **every):
         build_model(load_task(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
         if case.moved:
             asked = compile_options(case, moved=True)
@@ -295,7 +297,8 @@ def run_here(options: RunOptions) -> Outcome:
     """Train with all workers in this process."""
     assert options.out is not None
     shutil.rmtree(options.out, ignore_errors=True)
-    with redirect_stderr(StringIO()), captured_once():
+    every = {"LEAST_CALLS": 2, "LEAST_LINES": -1000} if case.outline == "all" else {}
+    with redirect_stderr(StringIO()), captured_once(), patch.multiple(outline, **every):
         return outcome(run_local(options), Path(options.out))
 
 
