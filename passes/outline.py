@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
-from fxpipe.ir.program import Level, Program
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import ONE_DRAW, Level, Program, info, inputs_of, value
+from fxpipe.ir.repeats import Call, repeats, shared_start
 from fxpipe.ir.stage import Function, FunctionCall, Part, Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import TAKEN
-from fxpipe.passes.analysis.repeats import Run, inputs_of, numbers_of, repeats, shared_path, shared_start
+from fxpipe.ir.wire import TAKEN, is_pack, is_recv, is_reduce, is_send, is_unpack
 from fxpipe.torch_private import OpOverload, schema_of
 
 LEAST_CALLS, LEAST_LINES = 8, 12
@@ -50,7 +52,7 @@ class Outline(Pass):
         order = {node: i for i, node in enumerate(part_of)}
         calls: list[list[FunctionCall]] = [[] for _ in parts]
         taken: set[str] = {part.function for part in parts}
-        groups = list(repeats([part.graph for part in parts], kinds, LEAST_CALLS, LEAST_LINES))
+        groups = _repeats([part.graph for part in parts], kinds)
         groups.sort(key=lambda runs: order[runs[0].nodes[0]])
         within = {node: run.nodes[0] for runs in groups for run in runs for node in run.nodes}
         for runs in groups:
@@ -61,6 +63,78 @@ class Outline(Pass):
             for (phase, part), some in zip(stage.parts.items(), calls, strict=True)
         }
         return replace(stage, parts=outlined)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Calls of a part that are equal to others; their inputs and results."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that contains the whole run; '' if none does."""
+        return ".".join(shared_start([info(node).module.split(".") for node in self.nodes if info(node).module]))
+
+
+def _repeats(graphs: Sequence[fx.Graph], kinds: Mapping[fx.Node, str]) -> list[list[_Run]]:
+    """Groups of equal runs of all graphs."""
+    nodes: list[fx.Node] = []
+    calls: list[Call] = []
+    ends: set[fx.Node] = set()
+    types: dict[fx.Node, str] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                module = tuple(info(node).module.split(".")) if info(node).module else ()
+                calls.append(Call(_label(node, kinds, types), tuple(inputs_of(node)), (node,), module))
+                nodes.append(node)
+        ends.update(inputs_of(graph.output_node()))
+        calls.append(Call(None))  # no run goes on from one part to the next
+        nodes.append(graph.output_node())
+    return [
+        [_Run(tuple(nodes[r.start : r.start + r.length]), r.inputs, r.results) for r in runs]
+        for runs in repeats(calls, ends, LEAST_CALLS, LEAST_LINES)
+    ]
+
+
+def _label(node: fx.Node, kinds: Mapping[fx.Node, str], types: dict[fx.Node, str]) -> Any:
+    """The operator, the kinds and types of what it reads, its constants, and what it makes; None if it has a name that
+    others know. Runs that differ in numbers are equal."""
+    if ONE_DRAW in node.meta or any(is_end(node) for is_end in (is_send, is_recv, is_pack, is_unpack, is_reduce)):
+        return None
+    numbers = dict(_numbers(node))
+
+    def type_of(read: fx.Node) -> str:
+        if read not in types:
+            types[read] = f"{kinds.get(read, '')} {_type(value(read))}"
+        return types[read]
+
+    def described(argument: Any) -> Any:
+        return type_of(argument) if isinstance(argument, fx.Node) else argument
+
+    arguments = [
+        (place, type(argument) if place in numbers else repr(fx.node.map_aggregate(argument, described)))
+        for place, argument in [*enumerate(node.args), *node.kwargs.items()]
+    ]
+    return node.target, tuple(arguments), type_of(node)
+
+
+def _type(example: Any) -> Any:
+    if isinstance(example, torch.Tensor):
+        stride = example.stride() if example.layout == torch.strided else None
+        return tuple(example.shape), stride, example.dtype, example.device
+    return tuple(map(_type, example)) if isinstance(example, (tuple, list)) else type(example)
+
+
+def _numbers(node: fx.Node) -> list[tuple[int | str, float]]:
+    """The numbers that are arguments of a call by themselves, with their places."""
+    if is_getitem(node):
+        return []
+    places = [*enumerate(node.args), *node.kwargs.items()]
+    return [(place, number) for place, number in places if type(number) in (int, float)]  # type: ignore[misc]
 
 
 def _kinds(part: Part) -> dict[fx.Node, str]:
@@ -75,7 +149,7 @@ class _Outlined:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[_Run],
         kinds: Mapping[fx.Node, str],
         part: Part,
         within: Mapping[fx.Node, fx.Node],
@@ -87,7 +161,7 @@ class _Outlined:
         inputs = sorted(range(len(first.inputs)), key=lambda i: (self._kind(first.inputs[i]), order[first.inputs[i]]))
         numbers = _differing(runs)
         results = _results(first, within)
-        modules = [_module(run) for run in runs]
+        modules = [run.module for run in runs]
         name = _unique(f"{_last_name(modules)}_{part.function}", taken)
         taken.add(name)
         counts = [sum(self._kind(node) == kind for node in first.inputs) for kind in range(3)]
@@ -108,18 +182,18 @@ class _Outlined:
         return _KINDS.index(self._kinds.get(node, "values"))
 
 
-def _differing(runs: Sequence[Run]) -> dict[tuple[float, ...], list[tuple[int, int | str]]]:
+def _differing(runs: Sequence[_Run]) -> dict[tuple[float, ...], list[tuple[int, int | str]]]:
     """The numbers in which the runs differ: for each run one, and where in a run it is used."""
     columns: dict[tuple[float, ...], list[tuple[int, int | str]]] = {}
     for i, nodes in enumerate(zip(*(run.nodes for run in runs), strict=True)):
-        for rows in zip(*map(numbers_of, nodes), strict=True):
+        for rows in zip(*map(_numbers, nodes), strict=True):
             column = tuple(number for _, number in rows)
             if len({repr(number) for number in column}) > 1:
                 columns.setdefault(column, []).append((i, rows[0][0]))
     return columns
 
 
-def _results(run: Run, within: Mapping[fx.Node, fx.Node]) -> list[int]:
+def _results(run: _Run, within: Mapping[fx.Node, fx.Node]) -> list[int]:
     """The places of the results in a run: last those of which most are read by one place, in its order."""
     inside = set(run.nodes)
     readers = {
@@ -138,11 +212,6 @@ def _results(run: Run, within: Mapping[fx.Node, fx.Node]) -> list[int]:
     return sorted(readers, key=key)
 
 
-def _module(run: Run) -> str:
-    """The module that contains the whole run; '' if none does."""
-    return ".".join(shared_path(run.nodes))
-
-
 def _last_name(modules: Iterable[str]) -> str:
     """A name for what the modules have in common: `blocks` for blocks.0 and blocks.1."""
     paths = [[name for name in module.split(".") if name.isidentifier()] for module in modules]
@@ -159,7 +228,7 @@ def _unique(name: str, taken: Iterable[str]) -> str:
 
 
 def _graph(
-    run: Run,
+    run: _Run,
     inputs: Sequence[fx.Node],
     numbers: Mapping[tuple[float, ...], Sequence[tuple[int, int | str]]],
     results: Sequence[int],

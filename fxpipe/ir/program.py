@@ -286,6 +286,13 @@ def info(node: fx.Node) -> NodeInfo:
     return node.meta[INFO]
 
 
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, in the order of its arguments, some perhaps twice."""
+    read: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), read.append)
+    return read
+
+
 def is_call_of(node: fx.Node, phase: Phase) -> bool:
     """Whether a node is a call of a phase."""
     return node.op == "call_function" and info(node).phase == phase

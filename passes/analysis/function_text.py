@@ -7,16 +7,15 @@ import keyword
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
-from fxpipe.ir.program import AGAIN, ONE_DRAW, info, value
+from fxpipe.ir.program import AGAIN, ONE_DRAW, info, inputs_of, value
 from fxpipe.ir.stage import Function, FunctionCall, Part, last_uses
 from fxpipe.ir.wire import TAKEN, is_recv, is_reduce, is_send, variable
-from fxpipe.passes.analysis.repeats import inputs_of
 from fxpipe.plan.spec import EdgeSpec
 
 WIDTH = 110
@@ -88,7 +87,8 @@ class OutlinedText(_Text):
             groups[group], holders = holders[:count], holders[count:]
         arguments = [*(group for group, nodes in groups.items() if nodes), *(self.names[node] for node in holders)]
         yield f"def {function.name}({', '.join(arguments)}):"
-        yield f'    """For {_listed(function.serves)}."""'
+        lines = textwrap.wrap(f'"""For {_listed(function.serves)}."""', WIDTH - 4, break_long_words=False)
+        yield from (f"    {line}" for line in lines)
         for group, nodes in groups.items():
             if nodes:
                 yield "    ("
@@ -353,12 +353,31 @@ def _slice(start: int, count: int, length: int, single: bool = True) -> str:
 
 
 def _listed(modules: Sequence[str]) -> str:
-    """`blocks.0 and blocks.1`; in short if there are many."""
-    names = [module or "code outside modules" for module in dict.fromkeys(modules)]
-    if len(names) > 6:
-        return f"{names[0]}, {names[1]} … {names[-1]}: {len(modules)} calls"
-    times = f", {len(modules)} times" if len(names) < len(modules) else ""
-    return (" and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))) + times
+    """`blocks.0 to blocks.3 and head`."""
+    series: list[list[str]] = []
+    for module in dict.fromkeys(modules):
+        if series and _numbers(module)[0] == _numbers(series[-1][-1])[0] and _is_next(series[-1], module):
+            series[-1].append(module)
+        else:
+            series.append([module])
+    names = []
+    for members in series:
+        names += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else members
+    names = [name or "code outside modules" for name in names]
+    times = f", {len(modules)} times" if len(set(modules)) < len(modules) else ""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + times
+
+
+def _numbers(module: str) -> tuple[str, list[int]]:
+    """A path without its numbers, and the numbers."""
+    return re.sub(r"\d+", "", module), [int(number) for number in re.findall(r"\d+", module)]
+
+
+def _is_next(members: Sequence[str], module: str) -> bool:
+    """Whether one number goes on as it does between the members."""
+    *before, last, new = [_numbers(member)[1] for member in (*members[-2:], module)]
+    steps = [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise([*before, last, new])]
+    return sum(map(abs, steps[0])) == 1 and steps[0] == steps[-1]
 
 
 def _wrapped(before: str, names: Sequence[str], after: str, comment: str = "") -> Iterator[str]:

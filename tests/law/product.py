@@ -35,8 +35,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.lowering import evaluation, minibatch_loss
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.passes import outline
 from fxpipe.observe.rates import RATES
+from fxpipe.passes import outline
 from fxpipe.planner.links import Links
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.start import run_local
@@ -163,8 +163,8 @@ def compiled(case: Case, folder: Path) -> None:
     paths = [str(here), str(here.parent / "support")]
     path.write_text(MODEL_FILE.format(paths=paths, case=str(case), hooks="\n".join(hooks.values())))
     asked = compile_options(case)
-    every = {"LEAST_CALLS": 2, "LEAST_LINES": -1000} if case.outline == "all" else {}
-    with redirect_stderr(StringIO()), captured_once(), patch.multiple(outline, **every):
+    least = {"LEAST_CALLS": 2, "LEAST_LINES": -1000} if case.outline == "all" else {"LEAST_CALLS": outline.LEAST_CALLS}
+    with redirect_stderr(StringIO()), captured_once(), patch.multiple(outline, **least):
         build_model(load_task(path), ModelOptions(), asked, CostOptions()).build.save(folder / "build", model_file=path)
         if case.moved:
             asked = compile_options(case, moved=True)
@@ -297,8 +297,7 @@ def run_here(options: RunOptions) -> Outcome:
     """Train with all workers in this process."""
     assert options.out is not None
     shutil.rmtree(options.out, ignore_errors=True)
-    every = {"LEAST_CALLS": 2, "LEAST_LINES": -1000} if case.outline == "all" else {}
-    with redirect_stderr(StringIO()), captured_once(), patch.multiple(outline, **every):
+    with redirect_stderr(StringIO()), captured_once():
         return outcome(run_local(options), Path(options.out))
 
 
