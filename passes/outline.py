@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import ONE_DRAW, Level, Program, info, inputs_of, value
-from fxpipe.ir.repeats import Call, repeats, shared_start
+from fxpipe.ir.repeats import LabelledCall, repeats, shared_start
 from fxpipe.ir.stage import Function, FunctionCall, Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, is_pack, is_recv, is_reduce, is_send, is_unpack
@@ -82,17 +82,17 @@ class _Run:
 def _repeats(graphs: Sequence[fx.Graph], kinds: Mapping[fx.Node, str]) -> list[list[_Run]]:
     """Groups of equal runs of all graphs."""
     nodes: list[fx.Node] = []
-    calls: list[Call] = []
+    calls: list[LabelledCall] = []
     ends: set[fx.Node] = set()
     types: dict[fx.Node, str] = {}
     for graph in graphs:
         for node in graph.nodes:
             if node.op == "call_function":
                 module = tuple(info(node).module.split(".")) if info(node).module else ()
-                calls.append(Call(_label(node, kinds, types), tuple(inputs_of(node)), (node,), module))
+                calls.append(LabelledCall(_label(node, kinds, types), tuple(inputs_of(node)), (node,), module))
                 nodes.append(node)
         ends.update(inputs_of(graph.output_node()))
-        calls.append(Call(None))  # no run goes on from one part to the next
+        calls.append(LabelledCall(None))  # no run goes on from one part to the next
         nodes.append(graph.output_node())
     return [
         [_Run(tuple(nodes[r.start : r.start + r.length]), r.inputs, r.results) for r in runs]

@@ -20,7 +20,7 @@ and how many lines more a run may take that is one whole module."""
 
 
 @dataclass(frozen=True)
-class Call:
+class LabelledCall:
     """One call of a sequence.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Run:
+class EqualRun:
     """Calls, one after the other, that are equal to those of other runs.
 
     Attributes:
@@ -52,7 +52,9 @@ class Run:
     results: tuple[Any, ...]
 
 
-def repeats(calls: Sequence[Call], ends: Collection[Hashable], least: int, saves: int) -> Iterator[list[Run]]:
+def repeats(
+    calls: Sequence[LabelledCall], ends: Collection[Hashable], least: int, saves: int
+) -> Iterator[list[EqualRun]]:
     """Groups of equal runs, those that save most first; no call is in two runs.
 
     Args:
@@ -79,7 +81,7 @@ def shared_start(paths: Sequence[Sequence[str]]) -> list[str]:
 class _Connected:
     """Calls with where their values are made and read."""
 
-    def __init__(self, calls: Sequence[Call], ends: Collection[Hashable]) -> None:
+    def __init__(self, calls: Sequence[LabelledCall], ends: Collection[Hashable]) -> None:
         self.calls = calls
         numbers: dict[Hashable, int] = {}
         self.labels = [numbers.setdefault(call.label, len(numbers)) for call in calls]
@@ -99,13 +101,13 @@ class _Connected:
             form += [self._last.get(value, -1) >= start + length for value in call.makes]
         return tuple(form)
 
-    def run(self, start: int, length: int) -> Run:
+    def run(self, start: int, length: int) -> EqualRun:
         calls = self.calls[start : start + length]
         reads = dict.fromkeys(chain.from_iterable(call.reads for call in calls))
         makes = list(chain.from_iterable(call.makes for call in calls))
         inside = set(makes)
         results = [value for value in makes if self._last.get(value, -1) >= start + length]
-        return Run(start, length, tuple(read for read in reads if read not in inside), tuple(results))
+        return EqualRun(start, length, tuple(read for read in reads if read not in inside), tuple(results))
 
     def tears(self, start: int, length: int) -> int:
         """How many ends of a run are within a module that it has calls of, which reads worse than a whole module."""
