@@ -95,7 +95,6 @@ def build_model(task: Task, setup: ModelOptions, options: CompileOptions, costs:
         evaluation = task.metrics, held_out, task.metrics_of_all if task.gathers else None
     with working("compiling") as say:
         (batch, *shapes), last = batches_to_compile(first, options, setup.device)
-        say("capturing, costing and cutting")
         more: dict[str, Any] = {"shapes": shapes, "last": last, "evaluation": evaluation}
         build = compile(model, task.loss, batch, options, **more, say=say)
         padded = [one.padded(build.plan.padding) for one in (*shapes, *([] if last is None else [last]))]

@@ -61,16 +61,17 @@ def rarely_collected() -> Iterator[None]:
 
     While graphs are built, there are many small objects, few of them garbage, and a million of torch's own.
     """
-    before, outermost = gc.get_threshold(), not gc.get_freeze_count()
-    gc.set_threshold(before[0] and max(YOUNG, before[0]), *before[1:])
-    if outermost:
-        gc.freeze()
+    before = gc.get_threshold()
+    if not 0 < before[0] < YOUNG:  # it is off, or this is inside another one
+        yield
+        return
+    gc.set_threshold(YOUNG, *before[1:])
+    gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if outermost:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 @rarely_collected()

@@ -106,7 +106,7 @@ def captured_step(
         shapes: more minibatches: if their shape or constants differ, they are captured, too.
         last: a smaller minibatch, such as the last of an epoch. The number of microbatches that is chosen divides it,
             too; where its step cannot be captured, a warning says so.
-        say: is called with the further shape that is being captured.
+        say: is called with the part of the work that begins.
     """
     step = _chosen(model, loss, batch, options, shapes, last, say)
     known = [step.program, *(shape.program for shape in step.shapes)]
@@ -187,7 +187,10 @@ def _captured(
     options: CompileOptions,
     say: Callable[[str], None],
 ) -> CapturedStep:
-    step = compared(uncompared_step(model, loss, batch, options), model, loss, batch)
+    say("capturing (1 of 4)")
+    step = uncompared_step(model, loss, batch, options)
+    say("comparing with eager PyTorch (2 of 4)")
+    step = compared(step, model, loss, batch)
     program = step.program
     batch, *others = (replace(one, constants=constants_of(program, one)) for one in (batch, *others))
     others = further_shapes(program, options.count, others)

@@ -72,7 +72,7 @@ def compile(
             that runs will evaluate on: read once here, for their shapes. With `metrics_of_all` after them, `metrics`
             may return tensors with dimensions, too.
         observers: are called for every pass.
-        say: is called with the shape of batch in work, and with the part that is being put onto engines.
+        say: is called with the part of the work that begins.
 
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
@@ -98,6 +98,7 @@ def compile(
         step = captured_step(model, loss, first, options, others, rest, say)
     evaluations = None
     if evaluation is not None:
+        say("capturing the evaluation")
         metrics, held_out, *of_all = evaluation
         evaluations = capture_evaluations(
             model, metrics, held_out, step.program.device, options, of_all=next(iter(of_all), None), padding=padding
@@ -170,7 +171,7 @@ def lower(
         chosen: the result of the search, if it chose the schedule.
         reduce: in place of the options, the number of replicas of each worker; puts their gradients into buckets.
         observers: are called for every pass.
-        say: is called with the shape of batch in work, and with the part that is being put onto engines.
+        say: is called with the part of the work that begins.
 
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
@@ -207,12 +208,14 @@ def lower(
     step = step.front(whole_loss or options.whole_loss(), options.splits_backward)
     if note := note_on_marks(step.program, options):
         step = replace(step, program=replace(step.program, warnings=(*step.program.warnings, note)))
+    say("costing (3 of 4)")
     work = step_work(step.program)
     costs = step_costs(step.program, options) if chosen is None else chosen.costs
     step = step.through([costs.of_nodes])
     setting = setting_of(options, program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     known = {} if chosen is None else chosen.known
+    say("cutting and emitting (4 of 4)")
     program, build = emit_encoded(Emitter(step, costs, setting, times, known, reduce))
     build = _with_optimizer(replace(build, plan=build.plan.with_step(**work)), options)
     if chosen is not None:
