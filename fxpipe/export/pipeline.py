@@ -13,10 +13,8 @@ import onnx
 from onnx import helper
 
 from fxpipe.export.names import Names
+from fxpipe.onnx.repeated_nodes import DOMAIN, constant_node
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
-
-DOMAIN = "fxpipe"
-"""The ONNX domain of the functions."""
 
 Row = TypeVar("Row", PartInput, PartOutput)
 
@@ -71,8 +69,8 @@ def assemble(parts: Sequence[Converted]) -> PipelineModel:
     opsets = _opsets([p.model for p in parts])
     model = helper.make_model(
         main,
-        functions=[function_of(p) for p in parts],
-        opset_imports=[*(helper.make_opsetid(d, v) for d, v in opsets.items()), helper.make_opsetid(DOMAIN, 1)],
+        functions=[function for p in parts for function in (*p.model.functions, function_of(p))],
+        opset_imports=[helper.make_opsetid(domain, version) for domain, version in opsets.items()],
         ir_version=max(p.model.ir_version for p in parts),
     )
     return PipelineModel(model, tuple(graph.inputs), tuple(graph.outputs))
@@ -84,8 +82,7 @@ def function_of(converted: Converted) -> onnx.FunctionProto:
     function = onnx.FunctionProto(name=converted.part.name, domain=DOMAIN)
     function.input.extend(converted.inputs)
     function.output.extend(converted.outputs)
-    for constant in graph.initializer:
-        function.node.append(helper.make_node("Constant", [], [constant.name], name=constant.name, value=constant))
+    function.node.extend(map(constant_node, graph.initializer))
     function.node.extend(graph.node)
     function.value_info.extend(graph.value_info)
     function.opset_import.extend(converted.model.opset_import)
@@ -94,7 +91,7 @@ def function_of(converted: Converted) -> onnx.FunctionProto:
 
 
 def _opsets(models: Sequence[onnx.ModelProto]) -> dict[str, int]:
-    opsets: dict[str, int] = {}
+    opsets = {DOMAIN: 1}
     for model in models:
         for entry in model.opset_import:
             assert opsets.setdefault(entry.domain, entry.version) == entry.version, "parts of different opsets"

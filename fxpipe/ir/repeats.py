@@ -111,9 +111,10 @@ class _Connected:
 
     def tears(self, start: int, length: int) -> int:
         """How many ends of a run are within a module that it has calls of, which reads worse than a whole module."""
-        module = shared_start([call.module for call in self.calls[start : start + length] if call.module])
+        paths = [call.module for call in self.calls[start : start + length] if call.module]
+        module = shared_start(paths)
         beyond = [self.calls[i] for i in (start - 1, start + length) if 0 <= i < len(self.calls)]
-        return sum(list(call.module[: len(module)]) == module for call in beyond if call.label is not None)
+        return sum(list(call.module[: len(module)]) == module for call in beyond if call.label is not None and paths)
 
 
 def _best(calls: _Connected, left: Sequence[int | None], least: int, saves: int) -> tuple[int, list[int]] | None:

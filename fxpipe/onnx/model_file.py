@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.errors import ExportError
+from fxpipe.onnx.repeated_nodes import with_functions
 from fxpipe.planner.quantity import size
 
 WeightsForm = Literal["inputs", "initializers", "external"]
@@ -24,14 +25,14 @@ _ALIGNMENT = 4096  # of a tensor in a file next to the model, so that it can be 
 
 
 def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
-    """The model under its name, without its own functions."""
+    """The model under its name; its functions are for what it repeats, and none of torch's."""
     version = {o.domain: o.version for o in model.opset_import}.get("")
     if version != opset:
         raise ExportError(f"{name} has opset {version}, not {opset}", hint="another --opset")
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     model.graph.name = name
-    return model
+    return with_functions(model)
 
 
 def note(model: onnx.ModelProto, body: Mapping[str, Any], inputs: Sequence[str], outputs: Sequence[str]) -> str:
