@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxpipe import user_lines
 from fxpipe.device_copies import LACKS_FLOAT64, WITHOUT_FLOAT64, too_wide
@@ -30,7 +31,7 @@ from fxpipe.ir.program import (
     value,
 )
 from fxpipe.plan.spec import Phase
-from fxpipe.torch_private import operator_name, pytree, rename, with_effects
+from fxpipe.torch_private import append_copy, operator_name, pytree, rename, with_effects
 from fxpipe.tracing import origin
 from fxpipe.tracing.held_tensors import HeldTensors, changed_in_place
 from fxpipe.tracing.refusals import within_backward
@@ -238,7 +239,7 @@ class Reader:
         for cast in node.all_input_nodes if phase == "F" else ():
             if cast in self.casts:
                 self._cast(cast, node_origin, origins)
-        call = self.graph.node_copy(node, lambda n: self.mapped[n])
+        call = append_copy(self.graph, node, self.mapped.__getitem__)
         self._rename(call, phase, node_origin.module)
         _strip_device_index(call)
         source = f"{user_lines.short(node_origin.file)}:{node_origin.line}" if node_origin.file else None
@@ -426,5 +427,5 @@ def _strip_device_index(node: fx.Node) -> None:
     def strip(arg: Any) -> Any:
         return torch.device(arg.type) if isinstance(arg, torch.device) else arg
 
-    node.args = pytree.tree_map(strip, node.args)
-    node.kwargs = pytree.tree_map(strip, node.kwargs)
+    node.args = map_aggregate(node.args, strip)
+    node.kwargs = map_aggregate(node.kwargs, strip)

@@ -9,6 +9,7 @@ What an operator allocates internally while it runs is not known here.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -208,7 +209,7 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
     target = node.target
     if target is aten._unsafe_view.default:
         return [node.all_input_nodes[0]]
-    if not isinstance(target, OpOverload):
+    if not isinstance(target, OpOverload) or not _shares_memory(target):
         return []
     schema = schema_of(target)
     by_alias: dict[str, fx.Node] = {}
@@ -222,3 +223,9 @@ def _aliases(node: fx.Node) -> list[fx.Node | None]:
         names = () if returned.alias_info is None else returned.alias_info.before_set or by_alias
         shown.append(next((by_alias[name] for name in names if name in by_alias), None))
     return shown if any(shown) else []
+
+
+@functools.cache
+def _shares_memory(operator: OpOverload) -> bool:
+    """Whether a result may share the memory of an argument."""
+    return any(argument.alias_info is not None for argument in schema_of(operator).arguments)
