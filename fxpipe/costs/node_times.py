@@ -35,7 +35,7 @@ from fxpipe.threads import threads as worker_threads
 from fxpipe.torch_private import OpOverload
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
-ROUNDS = Rounds(budget=1.0, least=2, most=100, long=20.0)
+ROUNDS = Rounds(budget=1.5, least=2, most=100, long=20.0)
 """Each round is a plain run and one with ticks: few for a long step, one for a very long one."""
 
 AGAIN = Rounds(budget=1.5, least=2, most=100)
