@@ -6,7 +6,7 @@ import builtins
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -76,7 +76,17 @@ class _Run:
     @property
     def module(self) -> str:
         """The module that contains the whole run; '' if none does."""
-        return ".".join(shared_start([info(node).module.split(".") for node in self.nodes if info(node).module]))
+        return ".".join(shared_start(self._paths()))
+
+    @property
+    def span(self) -> str:
+        """From which of that module's own modules to which: `layers.3 into layers.4`."""
+        paths, depth = self._paths(), len(shared_start(self._paths())) + 1
+        ends = dict.fromkeys(".".join(path[:depth]) for path in (paths[0], paths[-1])) if paths else ()
+        return " into ".join(ends)
+
+    def _paths(self) -> list[list[str]]:
+        return [info(node).module.split(".") for node in self.nodes if info(node).module]
 
 
 def _repeats(graphs: Sequence[fx.Graph], kinds: Mapping[fx.Node, str]) -> list[list[_Run]]:
@@ -162,11 +172,12 @@ class _Outlined:
         numbers = _differing(runs)
         results = _results(first, within)
         modules = [run.module for run in runs]
+        serves = modules if len(set(modules)) == len(modules) else [run.span for run in runs]
         name = _unique(f"{_last_name(modules)}_{part.function}", taken)
         taken.add(name)
         counts = [sum(self._kind(node) == kind for node in first.inputs) for kind in range(3)]
         graph = _graph(first, [first.inputs[i] for i in inputs], numbers, results, modules[0])
-        function = Function(name, tuple(modules), graph, *counts)
+        function = Function(name, modules[0], tuple(serves), graph, *counts)
         self.calls = [
             FunctionCall(
                 function,
@@ -175,7 +186,7 @@ class _Outlined:
                 (*(run.inputs[i] for i in inputs), *(column[i] for column in numbers)),
                 tuple(run.nodes[i] for i in results),
             )
-            for i, (run, module) in enumerate(zip(runs, modules, strict=True))
+            for i, (run, module) in enumerate(zip(runs, serves, strict=True))
         ]
 
     def _kind(self, node: fx.Node) -> int:
@@ -195,11 +206,11 @@ def _differing(runs: Sequence[_Run]) -> dict[tuple[float, ...], list[tuple[int, 
 
 def _results(run: _Run, within: Mapping[fx.Node, fx.Node]) -> list[int]:
     """The places of the results in a run: last those of which most are read by one place, in its order."""
-    inside = set(run.nodes)
+    inside, results = set(run.nodes), set(run.results)
     readers = {
         i: tuple({within.get(user, user): None for user in node.users if user not in inside})
         for i, node in enumerate(run.nodes)
-        if node in run.results
+        if node in results
     }
     sizes = Counter(readers.values())
     at_end = {node: i for some in set(readers.values()) for user in some for i, node in enumerate(inputs_of(user))}
@@ -219,9 +230,9 @@ def _last_name(modules: Iterable[str]) -> str:
     return shared[0] if shared else "repeated"
 
 
-def _unique(name: str, taken: Iterable[str]) -> str:
-    taken, base, count = {*taken, *TAKEN, *_KINDS}, name, 1
-    while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
+def _unique(name: str, taken: Collection[str]) -> str:
+    base, count = name, 1
+    while name in taken or name in TAKEN or name in _KINDS or keyword.iskeyword(name) or hasattr(builtins, name):
         count += 1
         name = f"{base}_{count}"
     return name

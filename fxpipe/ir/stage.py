@@ -18,12 +18,14 @@ class Function:
 
     Attributes:
         name: of the Python function.
+        module: of the first call; names and comments inside lack its path.
         serves: the modules for which it is called, in order.
         graph: placeholders for weights, buffers, values and numbers, calls, and the tuple of results.
         weights, buffers, values: how many placeholders are for each; the others are numbers.
     """
 
     name: str
+    module: str
     serves: tuple[str, ...]
     graph: fx.Graph
     weights: int
@@ -36,7 +38,7 @@ class FunctionCall:
     """Some calls of a part that are one call of a function in its text.
 
     Attributes:
-        module: for which it is called.
+        module: for which it is called; `layers.3 into layers.4` if it begins in one and ends in another.
         nodes: the part's calls, one after the other, as the function's graph has them.
         arguments: what the function's placeholders stand for: nodes of the part, and numbers.
         results: the part's nodes that the function returns.

@@ -6,6 +6,7 @@ import builtins
 import keyword
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -96,7 +97,7 @@ class OutlinedText(_Text):
                 yield f"    ) = {group}"
             if nodes and group == "values":
                 yield "    values.clear()"
-        yield from self.calls(list(self.graph.nodes), function.serves[0])
+        yield from self.calls(list(self.graph.nodes), function.module)
         results = [self.names[node] for node in inputs_of(self.graph.output_node())]
         yield from _wrapped("    return ", results, "")
 
@@ -113,7 +114,9 @@ class PartText(_Text):
         self.part = part
         self.replicas = replicas
         self.edges = edges
-        self.call_at = {call.nodes[0]: call for call in part.outlined}
+        self._holders = [node for node in part.graph.nodes if node.op == "placeholder"]
+        self._held = set(self._holders[: len(part.spec.weights) + len(part.spec.buffers)])
+        self._call_at = {call.nodes[0]: call for call in part.outlined}
         self._within = {node: call for call in part.outlined for node in call.nodes}
         self._groups = dict(self._find_groups())
         """By first member, the values that have one name, as a list."""
@@ -139,17 +142,12 @@ class PartText(_Text):
         else:
             kind = "values" if reader else left.get(self.part.function, "gradients")
         at = maker or reader
-        name = re.sub(r"\W", "_", f"{at.module}_{kind}") if at and at.module else kind
+        name = re.sub(r"\W", "_", f"{at.module.partition(' ')[0]}_{kind}") if at and at.module else kind
         return name if name.isidentifier() else f"_{name}"
 
     def _only_sliced(self, node: fx.Node) -> bool:
         """Whether a weight or buffer is read only by functions, which take it from the list."""
-        held = len(self.part.spec.weights) + len(self.part.spec.buffers)
-        return node in self._holders[:held] and all(user in self._within for user in node.users)
-
-    @property
-    def _holders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
+        return node in self._held and all(user in self._within for user in node.users)
 
     def _reader(self, node: fx.Node) -> FunctionCall | None:
         """The only call of a function that reads a value; None if other calls or the end read it, too."""
@@ -163,11 +161,11 @@ class PartText(_Text):
 
     def _find_groups(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         """Values that one place makes and one place takes, next to each other and in the same order in both."""
-        passed = self._holders[len(self.part.spec.weights) + len(self.part.spec.buffers) :]
+        passed = self._holders[len(self._held) :]
         place = {node: i for i, node in enumerate(passed)}
         output = self.graph.output_node()
-        taken = inputs_of(output)
-        end = {node: i for i, node in enumerate(taken) if taken.count(node) == 1}
+        counts = Counter(inputs_of(output))
+        end = {node: i for i, node in enumerate(inputs_of(output)) if counts[node] == 1}
         for call in self.part.outlined:
             values = call.grouped()[2]
             mine = {node: i for i, node in enumerate(values) if self._reader(node) is call}
@@ -179,11 +177,11 @@ class PartText(_Text):
             tail: list[fx.Node] = []
             for node in reversed(call.results):
                 alone = self._reader(node) is reader and (reader or self._users(node) == [output])
-                if not alone or node not in at or (tail and at[node] + 1 != at[tail[0]]):
+                if not alone or node not in at or (tail and at[node] + 1 != at[tail[-1]]):
                     break
-                tail.insert(0, node)
+                tail.append(node)
             if len(tail) > 1:
-                yield tail[0], tail
+                yield tail[-1], tail[::-1]
 
     def lines(self) -> Iterator[str]:
         yield f"def {self.part.function}(weights, buffers, {self.part.third}, comm):"
@@ -192,10 +190,10 @@ class PartText(_Text):
         for node in self.graph.nodes:
             if node not in self._within:
                 inline.append(node)
-            elif node in self.call_at:
+            elif node in self._call_at:
                 yield from self.calls(inline)
                 inline = []
-                yield from self._outlined(self.call_at[node])
+                yield from self._outlined(self._call_at[node])
         yield from self.calls(inline)
         yield from self._result()
 
@@ -242,7 +240,7 @@ class PartText(_Text):
         if values:
             yield from _wrapped("    values = [", self._spread(values), "]")
             arguments.append("values")
-        dying = {node for each in call.nodes for node in self.dying.get(each, ()) if node not in call.nodes}
+        dying = {node for each in call.nodes for node in self.dying.get(each, ())}
         yield from self.dropped(self.names[node] for node in values if node in dying)
         arguments += [argument_text(number, str) for number in numbers]
         results = self._spread(call.results)
@@ -265,12 +263,11 @@ class PartText(_Text):
 
     def _sliced(self, argument: str, nodes: Sequence[fx.Node]) -> str:
         """Members of `weights` or `buffers`: `weights[2:14]`."""
-        first = len(self.part.spec.weights) if argument == "buffers" else 0
-        every = self._holders[first:]
+        weights = len(self.part.spec.weights)
+        every = self._holders[:weights] if argument == "weights" else self._holders[weights : len(self._held)]
         place = {node: i for i, node in enumerate(every)}
-        count = len(self.part.spec.buffers if argument == "buffers" else self.part.spec.weights)
         pieces = [
-            argument + _slice(place[group[0]], len(group), count, single=False)
+            argument + _slice(place[group[0]], len(group), len(every))
             for group in _consecutive(nodes, place, {node: i for i, node in enumerate(nodes)}, least=1)
         ]
         return pieces[0] if len(pieces) == 1 else f"({', '.join(f'*{piece}' for piece in pieces)})"
@@ -345,7 +342,7 @@ def _consecutive(
         yield group
 
 
-def _slice(start: int, count: int, length: int, single: bool = True) -> str:
+def _slice(start: int, count: int, length: int) -> str:
     """The subscript that takes some members of a list, '' if it takes all."""
     if count == length:
         return ""
@@ -377,7 +374,7 @@ def _is_next(members: Sequence[str], module: str) -> bool:
     """Whether one number goes on as it does between the members."""
     *before, last, new = [_numbers(member)[1] for member in (*members[-2:], module)]
     steps = [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise([*before, last, new])]
-    return sum(map(abs, steps[0])) == 1 and steps[0] == steps[-1]
+    return {abs(step) for step in steps[0]} in ({1}, {0, 1}) and steps[0] == steps[-1]
 
 
 def _wrapped(before: str, names: Sequence[str], after: str, comment: str = "") -> Iterator[str]:
