@@ -28,6 +28,7 @@ from fxpipe.files import owned, put, remove_abandoned
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.threads import cores
 from fxpipe.torch_private import DYNAMO, FUNCTORCH, INDUCTOR, FakeTensorMode
 from fxpipe.tracing import kernels
 from fxpipe.tracing.torch_versions import TESTED
@@ -35,11 +36,15 @@ from fxpipe.tracing.torch_versions import TESTED
 aten = torch.ops.aten
 
 _CONFIG = {
-    "compile_threads": 1,  # no pool of compiling processes: it would outlive a Ctrl-C
     "fx_graph_cache": True,  # `_save` takes its artifacts from these two caches
     "fx_graph_remote_cache": False,
     "force_disable_caches": False,
 }
+COMPILERS = 4
+"""At most how many C++ compilers run at the same time: each takes 0.2 GB, and a block of a GPT has four to six kernels.
+
+Threads wait for them. Triton's would be processes that outlive a Ctrl-C, so its kernels are compiled one by one.
+"""
 # Inductor's decompositions that do not compute the same as the kernels they replace: see fxpipe/tracing/kernels.py.
 _NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
 _LOGGERS = (INDUCTOR, DYNAMO, FUNCTORCH)
@@ -75,9 +80,7 @@ class InductorEngine(Engine):
         index = torch.cuda.current_device() if torch.device(part.device).type == "cuda" else "cpu"
         situation = f"{self.version()}, {index}, {torch.get_num_threads()} threads"
         file = f"{hashlib.sha256(situation.encode()).hexdigest()[:16]}.artifact"
-        function = _load(part.device, cache, file) if cache is not None else None
-        if function is None:
-            function = self._compile(part, cache, file)
+        function = (_load(part.device, cache, file) if cache else None) or self._compile(part, cache, file)
         return _Compiled(function, *layouts(part))
 
     def _compile(self, part: PurePart, cache: Path | None, file: str) -> Callable[..., Any]:
@@ -181,7 +184,8 @@ def _quiet(device: str, folder: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(inductor.config.patch({k: v for k, v in _CONFIG.items() if hasattr(inductor.config, k)}))
+        settings = _CONFIG | {"compile_threads": min(cores(), COMPILERS) if torch.device(device).type == "cpu" else 1}
+        stack.enter_context(inductor.config.patch({k: v for k, v in settings.items() if hasattr(inductor.config, k)}))
         stack.enter_context(inductor.functorch_config.patch(enable_autograd_cache=True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(kernels.traced())

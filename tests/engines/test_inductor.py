@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.builds.build import Build
-from fxpipe.engines.inductor import InductorEngine, _temporary
+from fxpipe.engines.inductor import COMPILERS, InductorEngine, _quiet, _temporary
 from fxpipe.errors import BackendError
 from fxpipe.files import owned
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 from fxpipe.task.batch import tensor_spec
+from fxpipe.threads import cores
 
 aten = torch.ops.aten
 ENGINE = InductorEngine()
@@ -184,3 +185,10 @@ def test_margin_losses_are_not_what_torch_decomposes_them_into(monkeypatch: pyte
         return several, are_labels, one
 
     close(ENGINE.build(pure(losses, scores, labels), None)([scores, labels]), losses(scores, labels))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("device", "most"), [("cpu", COMPILERS), ("cuda", 1)])
+def test_compilers_that_end_with_the_process_run_at_the_same_time(device: str, most: int, tmp_path: Path) -> None:
+    with _quiet(device, tmp_path) as inductor:
+        assert inductor.config.compile_threads == min(cores(), most)
