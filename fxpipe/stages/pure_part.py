@@ -37,9 +37,6 @@ from fxpipe.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, 
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
-CALL = "fxpipe_call"
-"""The key in node.meta of a call in a function that serves several blocks: its name, and the number of its call."""
-
 InputKind = Literal["weight", "buffer", "batch", "saved", "deferred", "received", "mask"]
 OutputKind = Literal["loss", "update", "saved", "deferred", "gradient", "sent"]
 
@@ -246,8 +243,6 @@ class _Places(TorchDispatchMode):
         linecache.checkcache(self._name)
         self._last: fx.Node | None = None
         self._draw = ""
-        self._function: FrameType | None = None
-        self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -263,8 +258,6 @@ class _Places(TorchDispatchMode):
                 if node is self._last or node.op == "placeholder":
                     break
                 node.meta[PLACE] = place
-                if len(frames) > 1:
-                    node.meta[CALL] = self._call(frames[0])
                 if self._draw:
                     node.meta[ONE_DRAW] = self._draw
             self._last = newest
@@ -277,12 +270,6 @@ class _Places(TorchDispatchMode):
             if frame.f_code.co_filename == self._name:
                 yield frame
             frame = frame.f_back
-
-    def _call(self, frame: FrameType) -> tuple[str, int]:
-        """The name of a function of the stage, and how many calls of such functions came before this one."""
-        if frame is not self._function:
-            self._function, self._calls = frame, self._calls + 1
-        return frame.f_code.co_name, self._calls
 
     @contextmanager
     def one_draw(self, name: str) -> Iterator[None]:
