@@ -232,7 +232,7 @@ def _last_name(modules: Iterable[str]) -> str:
 
 def _unique(name: str, taken: Collection[str]) -> str:
     base, count = name, 1
-    while name in taken or name in TAKEN or name in _KINDS or keyword.iskeyword(name) or hasattr(builtins, name):
+    while name in taken or name in TAKEN or keyword.iskeyword(name) or hasattr(builtins, name):
         count += 1
         name = f"{base}_{count}"
     return name

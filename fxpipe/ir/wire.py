@@ -18,7 +18,8 @@ from torch import fx
 from fxpipe.codecs import codec as make_codec
 from fxpipe.codecs.codec import EdgeState
 
-TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
+_ARGUMENTS = ("weights", "buffers", "batch", "saved", "deferred", "values", "comm")
+TAKEN = ("torch", "aten", "codec", "forward", "backward", *_ARGUMENTS)
 """Names that emitted code uses for its own things."""
 
 

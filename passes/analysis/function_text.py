@@ -76,7 +76,7 @@ class OutlinedText(_Text):
     """A function that parts call."""
 
     def __init__(self, function: Function, taken: set[str], again: frozenset[str]) -> None:
-        super().__init__(function.graph, function.weights + function.buffers, {*taken, *TAKEN, "values"}, again)
+        super().__init__(function.graph, function.weights + function.buffers, {*taken, *TAKEN}, again)
         self.function = function
         self.names = {node: self.unique(node.name) for node in function.graph.nodes if node.op != "output"}
 
@@ -109,7 +109,7 @@ class PartText(_Text):
         self, part: Part, edges: Mapping[str, EdgeSpec], taken: set[str], again: frozenset[str], replicas: int
     ) -> None:
         codecs = (variable(edge.codec) for edge in edges.values() if edge.codec)
-        taken = {*taken, *TAKEN, part.function, "values", *codecs}
+        taken = {*taken, *TAKEN, part.function, *codecs}
         super().__init__(part.graph, len(part.spec.weights) + len(part.spec.buffers), taken, again)
         self.part = part
         self.replicas = replicas
