@@ -8,10 +8,11 @@ the subwords of a text", 1985), which is linear in the calls; then runs are comp
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 LINES_OF_CALL, LINES_OF_FUNCTION_CALL, LINES_OF_TEAR = 1.6, 4, 25
@@ -149,26 +150,24 @@ def _lines(length: int, starts: Sequence[int]) -> float:
 
 
 def _candidates(calls: _Connected, left: Sequence[int | None], least: int) -> Iterator[tuple[int, list[int]]]:
-    """Lengths and starts of runs with equal labels that do not overlap."""
+    """Lengths and starts of runs with equal labels that do not overlap. No run repeats itself, but for a short one."""
     labels = [~place if i is None else calls.labels[i] for place, i in enumerate(left)]
-    for shortest, longest, ends in _substrings(labels):
-        if longest < least:
+    for shortest, longest, gap, ends in _substrings(labels):
+        length = min(longest, -(-least // gap) * gap)  # where it repeats at once: one, or as many as are long enough
+        if length <= shortest or length < least:
             continue
-        gap = min(after - before for before, after in pairwise(ends))
-        for length in {longest, min(longest, gap)}:  # where a run repeats at once, its longer ones overlap
-            if length <= shortest or length < least:
-                continue
-            starts, free = [], 0
-            for end in ends:
-                if end + 1 - length >= free:
-                    starts.append(left[end + 1 - length])
-                    free = end + 1
-            if len(starts) > 1:
-                yield length, starts  # type: ignore[misc]
+        starts, free = [], 0
+        for end in ends:
+            if end + 1 - length >= free:
+                starts.append(left[end + 1 - length])
+                free = end + 1
+        if len(starts) > 1:
+            yield length, starts  # type: ignore[misc]
 
 
-def _substrings(labels: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """What occurs more than once, longest first: of lengths above the first number, up to the second, with its ends."""
+def _substrings(labels: Sequence[int]) -> Iterator[tuple[int, int, int, list[int]]]:
+    """What occurs more than once, longest first: of lengths above the first number, up to the second; the least
+    distance between its ends; and its ends, in order."""
     after: list[dict[int, int]] = [{}]
     link, length, ends = [-1], [0], [[]]  # type: tuple[list[int], list[int], list[list[int]]]
     last = 0
@@ -196,9 +195,15 @@ def _substrings(labels: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
                 target = clone
             link[state] = target
         last = state
+    gaps = [len(labels)] * len(after)
     for state in sorted(range(1, len(after)), key=lambda s: -length[s]):
-        places, above = sorted(ends[state]), link[state]
+        above, places = link[state], ends[state]
         if len(places) > 1:
-            yield length[above], length[state], places
-        ends[above] += places
-        ends[state] = []
+            yield length[above], length[state], gaps[state], places
+        few, many = sorted((places, ends[above]), key=len)
+        for place in few:
+            at = bisect(many, place)
+            gaps[above] = min([gaps[above], *(abs(place - near) for near in many[max(at - 1, 0) : at + 1])])
+            many.insert(at, place)
+        gaps[above] = min(gaps[above], gaps[state])
+        ends[above], ends[state] = many, []

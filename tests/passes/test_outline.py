@@ -164,6 +164,65 @@ def test_small_models_on_three_workers(name: str, recompute: str) -> None:
     assert watched == as_before
 
 
+class Unrolled(nn.Module):
+    """One cell, step after step."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.cell = steps, nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(self.steps):
+            state = self.cell(x, state)
+        return state
+
+
+def test_a_function_is_one_step_however_many_there_are() -> None:
+    """A function of several steps would take fewer lines, and each of its lines would be there several times."""
+    lines = set()
+    for steps in (10, 40):
+        program = fxpipe.capture(Unrolled(steps), loss, torch.randn(5, WIDTH))
+        build = fxpipe.lower(program, cost="analytic", workers=1)
+        assert functions_of(build)["forward"]["cell_forward"] >= steps - 1
+        functions = [node for node in ast.parse(build.files["stage_0.py"]).body if isinstance(node, ast.FunctionDef)]
+        lines.add(len(functions[0].body))
+    assert len(lines) == 1
+
+
+class Scaled(nn.Module):
+    """A stack after parameters with names that stages use; the gradients of each read the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(lambda i: Block())
+        for name in ("saved", "values", "weights", "comm", "torch", "deferred"):
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.parameters(recurse=False)
+        for parameter in others:
+            first = first * parameter
+        return self.stack(x * first)
+
+
+def test_parameters_with_names_of_arguments() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(5, WIDTH)
+    program = fxpipe.capture(Scaled(), loss, batch)
+    options = {
+        "cost": "analytic",
+        "workers": 2,
+        "schedule": "zb-h1",
+        "microbatches": 1,
+        "forward_at": ("stack.blocks.3",),
+    }
+    outlined, plain = (fxpipe.lower(program, outline=outline, **options) for outline in (True, False))
+    (results, watched), (expected, as_before) = run(outlined, batch), run(plain, batch)
+    assert all(map(torch.equal, results, expected))
+    assert watched == as_before
+
+
 def functions_of(build: Build) -> dict[str, dict[str, int]]:
     """By part of stage 0, how often it calls each function of the stage."""
     module = ast.parse(build.files["stage_0.py"])
