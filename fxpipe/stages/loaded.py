@@ -127,7 +127,7 @@ def stage_line(error: BaseException, path: Path) -> str | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if not frames:
         return None
-    callers = (comment_above(path, frame.lineno or 0) for frame in frames[:-1])
+    callers = (comment_above(path, frame.lineno or 0).partition(" · ")[0] for frame in frames[:-1])
     line = f"{path}:{frames[-1].lineno}: {frames[-1].line}"
     return ", for ".join([line, *filter(None, callers)])
 

@@ -249,9 +249,9 @@ class _Places(TorchDispatchMode):
         frames = list(self._frames())
         mode = get_proxy_mode()
         if frames and mode is not None:
-            line = frames[0].f_lineno
-            comments = filter(None, (comment_above(self.path, frame.f_lineno) for frame in frames))
-            place = ": ".join([f"{self.path.name}:{line}", *filter(None, [", for ".join(comments)])])
+            line, *callers = (comment_above(self.path, frame.f_lineno) for frame in frames)
+            comment = ", for ".join(filter(None, (line, *(caller.partition(" · ")[0] for caller in callers))))
+            place = f"{self.path.name}:{frames[0].f_lineno}" + (f": {comment}" if comment else "")
             newest = None
             for node in reversed(mode.tracer.graph.nodes):
                 newest = newest or node

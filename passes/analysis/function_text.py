@@ -50,7 +50,8 @@ class _Text:
                 yield f"    # {title}"[:WIDTH].rstrip()
                 last = title
             yield from self.call(node)
-            yield from self.dropped(self.names[dying] for dying in self.dying.get(node, ()))
+            dying = (each for each in self.dying.get(node, ()) if not isinstance(value(each), (int, float)))
+            yield from self.dropped(self.names[each] for each in dying)
 
     def call(self, node: fx.Node) -> Iterator[str]:
         """The lines of one call."""
@@ -235,8 +236,9 @@ class PartText(_Text):
         arguments = [
             self._sliced(group, nodes) for group, nodes in (("weights", weights), ("buffers", buffers)) if nodes
         ]
-        if call.module:
-            yield f"    # {call.module}"
+        title = " · ".join(filter(None, (call.module, self._weight_names(weights))))
+        if title:
+            yield f"    # {title}"[:WIDTH].rstrip()
         if values:
             yield from _wrapped("    values = [", self._spread(values), "]")
             arguments.append("values")
@@ -248,6 +250,12 @@ class PartText(_Text):
             results = [results[0].removeprefix("*")]
         types = ", ".join(type_text(value(node)) for node in call.results if node not in self._grouped)
         yield from _wrapped("    ", results, f" = {call.function.name}({', '.join(arguments)})", types)
+
+    def _weight_names(self, weights: Sequence[fx.Node]) -> str:
+        """`weights blocks.0.norm1.weight to blocks.0.down.bias`."""
+        names = dict(zip(self._holders, self.part.spec.weights, strict=False))
+        ends = dict.fromkeys(names[weight] for weight in (*weights[:1], *weights[-1:]))
+        return f"weights {' to '.join(ends)}" if ends else ""
 
     def _spread(self, nodes: Sequence[fx.Node]) -> list[str]:
         """The names of values, with `*` before those of groups."""
