@@ -133,8 +133,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     yield ""
     yield "Weights, buffers and saved values are arguments: what they are is the policy's business, not this file's."
     if stage.functions:
-        yield "What repeats is a function, for all modules that its first line names: an edit is for all of them, in this"
-        yield "file; to change one, call a copy for it. Values are given in a list, which it empties: so it drops them."
+        yield "What repeats is a function, for all modules that its first line names. An edit is for all, in this"
+        yield "file; to change one, call a copy for it. Values are given in a list, which it empties to drop them."
     yield "It may be edited: `fxpipe run` warns and runs it, as long as sends, receives and arguments stay the same."
     yield '"""'
 
