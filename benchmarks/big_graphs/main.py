@@ -77,12 +77,16 @@ def measure(name: str, workers: int) -> dict[str, Any]:
     lowered, used = perf_counter(), peak()
     fxpipe.lower(program, workers=workers, cost="measured", threads=1)
     lower = lowered - captured
+    costing = max(perf_counter() - lowered - lower, 0.0)
+    full = fxpipe.lower(program, workers=workers, cost="analytic", threads=1, outline=False)
     return {
         "nodes": nodes,
         "units": len(build.plan.step.units),
         "capture": captured - begin,
         "lower": lower,
-        "costing": max(perf_counter() - lowered - lower, 0.0),
+        "costing": costing,
+        "text_kb": sum(map(len, build.files.values())) / 1e3,
+        "full_kb": sum(map(len, full.files.values())) / 1e3,
         "model_mib": sum(t.numel() * t.element_size() for t in model.state_dict().values()) / 2**20,
         "capture_mib": held - before,
         "lower_mib": used - held,
@@ -118,12 +122,13 @@ def misses(name: str, row: dict[str, Any]) -> list[str]:
 def report(rows: dict[str, dict[str, Any]], missed: list[str]) -> None:
     """The table of the README."""
     headings = ("model", "nodes", "units", "capture", "passes and codegen", "times capture", "measuring costs", "model")
-    print(f"| {' | '.join((*headings, 'memory: capture', 'passes'))} |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join((*headings, 'memory: capture', 'passes', 'text', 'in full'))} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name, r in rows.items():
         seconds = [f"{r['capture']:.1f} s", f"{r['lower']:.1f} s", f"{1 + r['lower'] / r['capture']:.2f}"]
         memory = [f"{r[key]:.0f} MiB" for key in ("model_mib", "capture_mib", "lower_mib")]
         cells = [name, f"{r['nodes']:,}", f"{r['units']:,}", *seconds, f"{r['costing']:.1f} s", *memory]
+        cells += [f"{r[key]:,.0f} KB" for key in ("text_kb", "full_kb")]
         print(f"| {' | '.join(cells)} |")
     print("\nmissed: " + "; ".join(missed) if missed else "\nall goals are met")
 

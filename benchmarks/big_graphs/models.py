@@ -14,15 +14,18 @@ Step = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]
 
 
 class Recurrent(nn.Module):
-    """One LSTM layer; classifies by its last state. Capture unrolls it step by step."""
+    """One LSTM layer, computed step by step; classifies by its last state."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.cell = nn.LSTMCell(width, width)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0])
 
 
 class Block(nn.Module):
