@@ -200,6 +200,13 @@ class Walk:
         """)
         self.page.code("\n".join(interface(program)))
 
+    def outline(self, program: Program) -> None:
+        self.page.say("""
+            `outline` finds calls that repeat, such as those of equal blocks: they will be calls of one function of the
+            stage. The graphs stay as they are. Nothing in this model repeats;
+            [debugging a stage](../how-to/debug.md#reading-a-stage) says how such a stage reads.
+        """)
+
     def codegen(self, program: Program) -> None:
         self.page.say("""
             `codegen` writes each stage as a Python file: plain ATen calls, `comm` where values cross, and `del` after
