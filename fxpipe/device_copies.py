@@ -64,7 +64,7 @@ class ToCpu:
     """A tensor on its way to the CPU's memory: there once the device has made it, whatever follows on the device."""
 
     def __init__(self, value: Tensor) -> None:
-        self._value, self._made = value, None
+        self._value, self._made = value if value.is_cuda else value.cpu(), None
         if value.is_cuda:
             self._value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)

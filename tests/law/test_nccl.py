@@ -51,7 +51,6 @@ def test_what_breaks_no_rule_is_not_found(case: str, fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 @needs_device
-@pytest.mark.xfail(reason="a loss is sent on the device, and the test's gloo has no backend for it", strict=False)
 def test_seeds_of_attention_cross() -> None:
     """torch leaves them in the CPU's memory: they travel on the device."""
     code, text = tried(SEEDS)
