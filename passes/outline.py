@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +16,7 @@ from fxpipe.ir.program import ONE_DRAW, Level, Program, info, inputs_of, value
 from fxpipe.ir.repeats import LabelledCall, repeats, shared_start
 from fxpipe.ir.stage import Function, FunctionCall, Part, Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import TAKEN, is_pack, is_recv, is_reduce, is_send, is_unpack
+from fxpipe.ir.wire import free_name, is_pack, is_recv, is_reduce, is_send, is_unpack
 from fxpipe.torch_private import OpOverload, schema_of
 
 LEAST_CALLS, LEAST_LINES = 8, 12
@@ -56,7 +54,8 @@ class Outline(Pass):
         groups.sort(key=lambda runs: order[runs[0].nodes[0]])
         within = {node: run.nodes[0] for runs in groups for run in runs for node in run.nodes}
         for runs in groups:
-            for call in _Outlined(runs, kinds, parts[part_of[runs[0].nodes[0]]], within, taken).calls:
+            function = parts[part_of[runs[0].nodes[0]]].function
+            for call in _Outlined(runs, function, kinds, order, within, taken).calls:
                 calls[part_of[call.nodes[0]]].append(call)
         outlined = {
             phase: replace(part, outlined=tuple(sorted(some, key=lambda call: order[call.nodes[0]])))
@@ -160,27 +159,26 @@ class _Outlined:
     def __init__(
         self,
         runs: Sequence[_Run],
+        function: str,
         kinds: Mapping[fx.Node, str],
-        part: Part,
+        order: Mapping[fx.Node, int],
         within: Mapping[fx.Node, fx.Node],
         taken: set[str],
     ) -> None:
         self._kinds = kinds
         first = runs[0]
-        order = {node: i for i, node in enumerate(part.graph.nodes)}
         inputs = sorted(range(len(first.inputs)), key=lambda i: (self._kind(first.inputs[i]), order[first.inputs[i]]))
         numbers = _differing(runs)
         results = _results(first, within)
         modules = [run.module for run in runs]
         serves = modules if len(set(modules)) == len(modules) else [run.span for run in runs]
-        name = _unique(f"{_last_name(modules)}_{part.function}", taken)
-        taken.add(name)
+        name = free_name(f"{_last_name(modules)}_{function}", taken)
         counts = [sum(self._kind(node) == kind for node in first.inputs) for kind in range(3)]
         graph = _graph(first, [first.inputs[i] for i in inputs], numbers, results, modules[0])
-        function = Function(name, modules[0], tuple(serves), graph, *counts)
+        outlined = Function(name, modules[0], tuple(serves), graph, *counts)
         self.calls = [
             FunctionCall(
-                function,
+                outlined,
                 module,
                 run.nodes,
                 (*(run.inputs[i] for i in inputs), *(column[i] for column in numbers)),
@@ -230,14 +228,6 @@ def _last_name(modules: Iterable[str]) -> str:
     return shared[0] if shared else "repeated"
 
 
-def _unique(name: str, taken: Collection[str]) -> str:
-    base, count = name, 1
-    while name in taken or name in TAKEN or keyword.iskeyword(name) or hasattr(builtins, name):
-        count += 1
-        name = f"{base}_{count}"
-    return name
-
-
 def _graph(
     run: _Run,
     inputs: Sequence[fx.Node],
@@ -250,8 +240,7 @@ def _graph(
     mapped: dict[fx.Node, fx.Node] = {}
 
     def holder(name: str, meta: Mapping[str, Any]) -> fx.Node:
-        name = _unique(name, taken)
-        taken.add(name)
+        name = free_name(name, taken)
         node = graph.create_node("placeholder", name, (), {}, name=name)
         node.meta = dict(meta)
         return node
@@ -263,8 +252,7 @@ def _graph(
         number = holder(_argument_name(run.nodes[places[0][0]], places[0][1]), {"val": column[0]})
         number_at |= dict.fromkeys(places, number)
     for i, node in enumerate(run.nodes):
-        name = _unique(_short(node, module), taken)
-        taken.add(name)
+        name = free_name(_short(node, module), taken)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped.__getitem__)
         args = tuple(number_at.get((i, place), argument) for place, argument in enumerate(args))
         kwargs = {place: number_at.get((i, place), argument) for place, argument in kwargs.items()}

@@ -57,19 +57,19 @@ def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Nod
 
 
 def _check_outlined(where: str, call: FunctionCall, order: Mapping[fx.Node, int]) -> None:
-    """Raise VerifyError if a function does not compute what the calls for which it stands compute."""
+    """Raise VerifyError if a function does not compute what the calls that it replaces compute."""
     what = f"{call.function.name} for {call.nodes[0]} in {where}"
     holders = [node for node in call.function.graph.nodes if node.op == "placeholder"]
-    stands_for: dict[fx.Node, Any] = dict(zip(holders, call.arguments, strict=True))
+    replaced: dict[fx.Node, Any] = dict(zip(holders, call.arguments, strict=True))
     calls = [node for node in call.function.graph.nodes if node.op == "call_function"]
     for node, here, place in zip(calls, call.nodes, range(order[call.nodes[0]], len(order)), strict=False):
-        arguments = fx.node.map_arg((node.args, node.kwargs), stands_for.__getitem__)
+        arguments = fx.node.map_arg((node.args, node.kwargs), replaced.__getitem__)
         if node.target is not here.target or repr(arguments) != repr((here.args, here.kwargs)) or order[here] != place:
             raise VerifyError(f"{what} has {node.format_node()} in place of {here.format_node()}")
-        stands_for[node] = here
-    _compare(what, "makes", [str(stands_for.get(node)) for node in calls], list(map(str, call.nodes)))
+        replaced[node] = here
+    _compare(what, "makes", [str(replaced.get(node)) for node in calls], list(map(str, call.nodes)))
     (results,) = call.function.graph.output_node().args
-    _compare(what, "returns", [str(stands_for[node]) for node in results], list(map(str, call.results)))  # type: ignore[union-attr, index]
+    _compare(what, "returns", [str(replaced[node]) for node in results], list(map(str, call.results)))  # type: ignore[union-attr, index]
     inside = set(call.nodes)
     outside = {node for node in call.nodes if any(user not in inside for user in node.users)}
     _compare(what, "returns what is read", sorted(map(str, call.results)), sorted(map(str, outside)))

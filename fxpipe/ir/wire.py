@@ -10,6 +10,8 @@ neither here nor in a stage: the graph is for one microbatch, and the sum is ove
 
 from __future__ import annotations
 
+import builtins
+import keyword
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +23,16 @@ from fxpipe.codecs.codec import EdgeState
 _ARGUMENTS = ("weights", "buffers", "batch", "saved", "deferred", "values", "comm")
 TAKEN = ("torch", "aten", "codec", "forward", "backward", *_ARGUMENTS)
 """Names that emitted code uses for its own things."""
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """The name for emitted code, with a number after it if another thing or Python has it; from then on it is taken."""
+    base, count = name, 1
+    while name in taken or name in TAKEN or keyword.iskeyword(name) or hasattr(builtins, name):
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
 
 
 def send(value: torch.Tensor) -> torch.Tensor:

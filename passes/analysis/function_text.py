@@ -16,7 +16,7 @@ from torch import fx
 from fxpipe.ir.printer import argument_text, bucket_text, call_text, heading, type_text
 from fxpipe.ir.program import AGAIN, ONE_DRAW, info, inputs_of, value
 from fxpipe.ir.stage import Function, FunctionCall, Part, last_uses
-from fxpipe.ir.wire import TAKEN, is_recv, is_reduce, is_send, variable
+from fxpipe.ir.wire import TAKEN, free_name, is_recv, is_reduce, is_send, variable
 from fxpipe.plan.spec import EdgeSpec
 
 WIDTH = 110
@@ -47,7 +47,7 @@ class _Text:
                 continue
             title = self._title(node, inside)
             if title != last and title:
-                yield f"    # {title}"[:WIDTH].rstrip()
+                yield _comment(title)
                 last = title
             yield from self.call(node)
             dying = (each for each in self.dying.get(node, ()) if not isinstance(value(each), (int, float)))
@@ -55,7 +55,11 @@ class _Text:
 
     def call(self, node: fx.Node) -> Iterator[str]:
         """The lines of one call."""
-        yield f"    {self.names[node]} = {call_text(node, self.name, short=True)}  # {type_text(value(node))}"
+        yield f"    {self.statement(node)}"
+
+    def statement(self, node: fx.Node) -> str:
+        """One call on a line, with its type."""
+        return f"{self.names[node]} = {call_text(node, self.name, short=True)}  # {type_text(value(node))}"
 
     def name(self, node: fx.Node) -> str:
         """The name of a value."""
@@ -117,7 +121,6 @@ class PartText(_Text):
         self.edges = edges
         self._holders = [node for node in part.graph.nodes if node.op == "placeholder"]
         self._held = set(self._holders[: len(part.spec.weights) + len(part.spec.buffers)])
-        self._call_at = {call.nodes[0]: call for call in part.outlined}
         self._within = {node: call for call in part.outlined for node in call.nodes}
         self._groups = dict(self._find_groups())
         """By first member, the values that have one name, as a list."""
@@ -129,10 +132,7 @@ class PartText(_Text):
             if (node not in self._within or node in results) and not self._only_sliced(node):
                 self.names[node] = self.unique(node.name)
         for first, group in self._groups.items():
-            name, count = self._group_name(first), 1
-            while (numbered := f"{name}_{count}" if count > 1 else name) in self.taken:
-                count += 1
-            self.names |= dict.fromkeys(group, self.unique(numbered))
+            self.names |= dict.fromkeys(group, free_name(self._group_name(first), self.taken))
 
     def _group_name(self, first: fx.Node) -> str:
         """`blocks_0_saved`."""
@@ -189,12 +189,13 @@ class PartText(_Text):
         yield from self._arguments()
         inline: list[fx.Node] = []
         for node in self.graph.nodes:
-            if node not in self._within:
+            call = self._within.get(node)
+            if call is None:
                 inline.append(node)
-            elif node in self._call_at:
+            elif node is call.nodes[0]:
                 yield from self.calls(inline)
                 inline = []
-                yield from self._outlined(self._call_at[node])
+                yield from self._outlined(call)
         yield from self.calls(inline)
         yield from self._result()
 
@@ -238,7 +239,7 @@ class PartText(_Text):
         ]
         title = " · ".join(filter(None, (call.module, self._weight_names(weights))))
         if title:
-            yield f"    # {title}"[:WIDTH].rstrip()
+            yield _comment(title)
         if values:
             yield from _wrapped("    values = [", self._spread(values), "]")
             arguments.append("values")
@@ -285,22 +286,21 @@ class PartText(_Text):
             yield from self._reduction(node)
         elif ONE_DRAW in node.meta:
             yield f'    with comm.one_draw("{node.name}"):  # the same in all microbatches'
-            yield "        " + self._statement(node)
+            yield "        " + self.statement(node)
         else:
-            yield "    " + self._statement(node)
+            yield "    " + self.statement(node)
 
-    def _statement(self, node: fx.Node) -> str:
+    def statement(self, node: fx.Node) -> str:
         if is_send(node):
             edge = self.edges[self.part.edges[node.name]]
             call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
             size = f", {edge.sent.bytes:,} of {edge.tensor.bytes:,} bytes" if edge.codec else ""
             return f"{call}  # {edge.kind} to worker {edge.dst}{size}{self._pace(edge, 'its', 'this one')}"
-        comment = type_text(value(node))
         if is_recv(node):
             edge = self.edges[self.part.edges[node.name]]
-            call = f'{self.names[node]} = comm.recv("{edge.name}")'
-            return f"{call}  # {comment} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
-        return f"{self.names[node]} = {call_text(node, self.name, short=True)}  # {comment}"
+            call = f'{self.names[node]} = comm.recv("{edge.name}")  # {type_text(value(node))}'
+            return f"{call} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
+        return super().statement(node)
 
     def _reduction(self, node: fx.Node) -> Iterator[str]:
         """The lines that hand over a bucket: one, if that is not too long."""
@@ -348,6 +348,10 @@ def _consecutive(
         group.append(node)
     if len(group) >= least:
         yield group
+
+
+def _comment(title: str) -> str:
+    return f"    # {title}"[:WIDTH].rstrip()
 
 
 def _slice(start: int, count: int, length: int) -> str:
