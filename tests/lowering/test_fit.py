@@ -181,7 +181,7 @@ import fxpipe
 try:
     fxpipe.fit(torch.nn.Linear(4, 1), lambda net, x: net(x).sum(), [torch.ones(2, 4)], out=sys.argv[1], cost="analytic")
 except fxpipe.errors.FxpipeError as error:
-    print(type(error).__name__, error.what, flush=True)
+    sys.stdout.write(f"{type(error).__name__} {error.what}\\n")  # in one piece: two processes write
 """
 
 
