@@ -6,13 +6,14 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fxpipe.engines.kept_files import is_intact, record, remove
+from fxpipe.engines.kept_files import is_intact, made_once, record, remove
 from fxpipe.engines.pieces import pieces
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.ir.program import copy_graph
@@ -81,7 +82,8 @@ class EnginePart(PureFunction):
         self._pieces = []
         whole = pieces(part)
         for number, piece in enumerate(whole):
-            trimmed, file_name = trim(piece.part), kept_as(piece.part, engine)
+            trimmed = trim(piece.part)
+            file_name = kept_as(trimmed.inner, engine)
             inner = _built(trimmed.inner, engine, cache / file_name if cache and engine.keeps else None, say)
             later = frozenset(i for other in whole[number + 1 :] for i in other.takes)
             self._pieces.append((piece, trimmed, inner, later))
@@ -107,36 +109,44 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
     """What computes a trimmed part."""
     if not part.outputs:
         return lambda inputs: ()  # a part that only passes values on needs no engine
-    if path and path.exists() and not is_intact(path):
-        say(f"warning: {path} was changed after {engine.name} made it, so it is made again")
-        path = path if remove(path) else None
-    elif path and not path.exists():
-        say(f"building {part.name} for {engine.name}, kept in {path.parent}")
-    try:
-        compute = engine.build(part, path)
+    with ExitStack() as held:
         if path and not is_intact(path):
-            record(path)
-        return compute
-    except BackendError:
-        raise
-    except FxpipeError as error:
-        raise BackendError(error.what, where=error.where, hint=error.hint) from error
-    except Exception as error:
-        raise BackendError(
-            f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
-        ) from error
+            held.enter_context(made_once(path))
+            if is_intact(path):  # another worker has made it meanwhile
+                held.close()
+        if path and path.exists() and not is_intact(path):
+            say(f"warning: {path} was changed after {engine.name} made it, so it is made again")
+            path = path if remove(path) else None
+        elif path and not path.exists():
+            say(f"building {part.name} for {engine.name}, kept in {path.parent}")
+        try:
+            compute = engine.build(part, path)
+            if path and not is_intact(path):
+                record(path)
+            return compute
+        except BackendError:
+            raise
+        except FxpipeError as error:
+            raise BackendError(error.what, where=error.where, hint=error.hint) from error
+        except Exception as error:
+            raise BackendError(
+                f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
 
 def kept_as(part: PurePart, engine: Engine) -> str:
-    """The name in the cache of what an engine built from a part, with a digest of all that it depends on."""
-    digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n".encode())
-    digest.update(f"{part.graph.code}\n{part.inputs}\n{part.outputs}\n".encode())
+    """The name in the cache of what an engine builds from a trimmed part, with a digest of all that it depends on.
+
+    Parts that compute the same, such as those of a deep model's middle stages, have one name.
+    """
+    digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n{part.graph.code}\n".encode())
+    digest.update(f"{[row.tensor for row in part.inputs]}\n{[row.tensor for row in part.outputs]}\n".encode())
     for node in part.graph.graph.nodes:
         if node.op == "get_attr":  # a constant: the code has only its name
             constant = getattr(part.graph, node.target).detach().cpu().contiguous()
             digest.update(f"{node.target} {constant.dtype} {list(constant.shape)}\n".encode())
             digest.update(constant.flatten().view(torch.uint8).numpy().tobytes())
-    return f"{part.name}.{engine.name}-{digest.hexdigest()[:16]}"
+    return f"{engine.name}-{digest.hexdigest()[:16]}"
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock
+
 from fxpipe.files import replaced
 
 DIGEST = ".sha256"
@@ -30,6 +32,18 @@ def record(entry: Path) -> None:
     with contextlib.suppress(OSError):
         if entry.exists():
             write_whole(_record_of(entry), _digest(entry).encode())
+
+
+@contextlib.contextmanager
+def made_once(entry: Path) -> Iterator[None]:
+    """Inside, no other process of this machine makes the entry; they wait. Without an effect in a read-only cache."""
+    lock = entry.with_name(f".{entry.name}.lock")
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):  # read-only, or a file system without locks
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(lock, thread_local=False))
+            held.callback(lock.unlink, missing_ok=True)  # those that wait take the next file of this name
+        yield
 
 
 def remove(entry: Path) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,6 +40,7 @@ class Keeping(Engine):
         assert cache is None or not cache.exists() or is_intact(cache)
         if cache is None or not cache.exists():
             Keeping.built += 1
+            time.sleep(0.1)
             if cache is not None:
                 (cache / "deep").mkdir(parents=True)
                 (cache / "deep" / "code.py").write_text("2 * x")
@@ -52,18 +55,21 @@ def double(x: Tensor) -> tuple[Tensor]:
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[], tuple[int, list[str]]]:
     """Makes the part ready; how often the engine has built it since, and what was said."""
-    x = torch.ones(3)
-    spec = tensor_spec(x)
-    inputs, outputs = (PartInput("saved", "x", spec),), (PartOutput("saved", "y", spec),)
-    part = PurePart(0, "F", make_fx(double, tracing_mode="fake")(x), inputs, outputs, (), "cpu")
 
     def again() -> tuple[int, list[str]]:
         said: list[str] = []
         before = Keeping.built
-        EnginePart(part, Keeping(), tmp_path / "engines", said.append)
+        EnginePart(doubling(0, "x"), Keeping(), tmp_path / "engines", said.append)
         return Keeping.built - before, said
 
     return again
+
+
+def doubling(worker: int, name: str) -> PurePart:
+    x = torch.ones(3)
+    spec = tensor_spec(x)
+    inputs, outputs = (PartInput("saved", name, spec),), (PartOutput("saved", f"{name} * 2", spec),)
+    return PurePart(worker, "F", make_fx(double, tracing_mode="fake")(x), inputs, outputs, (), "cpu")
 
 
 def kept(folder: Path) -> Path:
@@ -101,6 +107,18 @@ def test_it_is_used_again(tmp_path: Path, make: Callable[[], tuple[int, Sequence
     (kept(tmp_path) / "deep" / "x.lock").touch()  # torch leaves such when it loads
     assert make() == (0, [])
     assert not list((tmp_path / "engines").glob("*.tmp"))
+
+
+def test_workers_with_equal_parts_build_it_once(tmp_path: Path) -> None:
+    """All begin at the same time; those that wait use what the first has made."""
+    said: list[str] = []
+    before = Keeping.built
+    with ThreadPoolExecutor() as workers:
+        parts = [doubling(worker, f"block_{worker}") for worker in range(4)]
+        made = [workers.submit(EnginePart, part, Keeping(), tmp_path / "engines", said.append) for part in parts]
+    assert [one.result().kept for one in made] == [[kept(tmp_path).name]] * 4
+    assert (Keeping.built - before, len(said)) == (1, 1)
+    assert sorted(p.suffix for p in (tmp_path / "engines").iterdir()) == sorted(("", ".sha256")), "no lock stays"
 
 
 @pytest.mark.parametrize("change", [edit, flip, add, move, take_away, forget])
