@@ -13,6 +13,8 @@ import pytest
 from commands import fxpipe
 from families.entry import define_torchvision_ops
 
+from fxpipe.builds.build import load
+
 NEEDS = {
     "dpo.py": ("trl", "peft"),
     "diffusion_lora.py": ("diffusers", "peft"),
@@ -205,7 +207,9 @@ def test_fit_trains_a_model_in_one_call(started: list[str], tmp_path: Path) -> N
 def test_a_residual_lstm_learns_with_one_operator_a_layer(tmp_path: Path) -> None:
     verified = compiled("residual_lstm.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
     assert verified["loss"] == max(verified["gradients"].values()) == 0  # eager's kernels
-    assert sum(p.read_text().count("recurrent_layer.default(") for p in (tmp_path / "build").glob("stage_*.py")) == 6
+    table = load(tmp_path / "build").nodes
+    assert table is not None
+    assert sum(row.phase == "F" and "recurrent_layer" in row.op for row in table.rows) == 6
     summary = fxpipe("run", tmp_path / "build", "--steps", "50", "--out", tmp_path / "out", "--json").json
     assert summary["evaluation"]["loss"] < 3.0
 

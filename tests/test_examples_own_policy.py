@@ -61,4 +61,4 @@ def test_every_worker_of_a_run_knows_it(example: ModuleType, tmp_path: Path) -> 
     assert fxpipe(*arguments, "halfway+down", "--local").json["losses"] == latest != processes
     wrong = fxpipe_process(*arguments, "halfway+up")
     assert wrong.code == 1
-    assert "halfway has: ef, down" in wrong.err
+    assert "halfway has: ef, brake, down" in wrong.err

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.checkpoint.shard import CheckpointWriter
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.starting_weights import Checkpoint
 from fxpipe.runtime.process.checkpoints import ShardWriter
@@ -78,11 +79,12 @@ class Ours(Observer):
         self.pipeline = build.local(optimizer=lambda named: adamw([p for _, p in named]))
         self.shelf = Shelf.of(folder)
         about = about_run(self.pipeline.job.options, self.pipeline.recipe, self.pipeline.plan)
-        self.writer = ShardWriter(self.shelf, self.pipeline.plan, about, DictBoard(), True, 1, [self])
+        writer = CheckpointWriter(self.pipeline.plan, about)
+        self.writer = ShardWriter(self.shelf, writer, DictBoard(), True, 1, [self], lambda saved: "")
         self.whole = threading.Event()
         self.captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
 
-    def stops(self, step: int, saved: Path | None) -> None:
+    def stops(self, step: int, saved: Path | None, then: str) -> None:
         """All is on the disk."""
         self.whole.set()
 

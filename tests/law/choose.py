@@ -77,7 +77,8 @@ def exists(case: Case) -> bool:
     masks = case.model in ("gpt", "gpt-dropout", "texts") and case.codec == "int8"  # of infinities, which may cross
     uneven = case.cuts == "random" and (case.shapes != "one" or case.model == "function")  # other units than captured
     many = case.cuts == "three-way" and case.workers > 3 and case.shapes in ("last", "new")  # the same
-    packed = case.model == "packed" and case.average  # torch's AveragedModel would average codes
+    # torch's AveragedModel would average codes; and a packed layer gives float32, whatever its input is
+    packed = case.model == "packed" and (case.average or case.mixed)
     double = case.engine != "eager" and case.precision != "float32"  # onnxruntime lacks operators for others
     kernel = case.engine == "onnxruntime" and case.model == "lstm"  # whose backward ONNX does not have
     copies = case.cuts not in PINNED or case.model == "lstm"  # of weights, or none
@@ -86,7 +87,8 @@ def exists(case: Case) -> bool:
     no_state = case.state != "none" and not case.fades
     moved = case.moved and not movable(case)
     elsewhere = case.device != "cpu" and (case.engine != "eager" or case.processes == "shared")
-    wide = case.device == "narrow" and case.precision == "float64"
+    wide = case.device == "narrow" and (case.precision == "float64" or case.model == "function")  # and its metrics
+    nothing_trained = case.state == "callback" and case.model == "towers" and case.cuts == "three-way"  # on worker 0
     number = case.device != "cpu" and "sparseloco" in case.codec  # the pretended device has no `tensor & number`
     impossible = (
         own
@@ -102,7 +104,8 @@ def exists(case: Case) -> bool:
         or too_many
         or case.total > 4
     )
-    return not (impossible or masks or uneven or many or packed or double or kernel or planned or elsewhere)
+    here = double or kernel or planned or elsewhere or nothing_trained
+    return not (impossible or masks or uneven or many or packed or here)
 
 
 def movable(case: Case) -> bool:

@@ -35,7 +35,7 @@ def made_facts(
             "ranks": workers, "replicas": [], "outer": None, "outer_step": None,
             "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "params": None,
             "codec": "none", "device": "cpu",
-            "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
+            "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional", "cuts_refused": "",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
             "packed": {},
