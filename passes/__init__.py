@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpipe.ir.transform import Pass
+from fxpipe.passes.cast_weights import CastWeights
 from fxpipe.passes.codegen import Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
@@ -83,9 +84,14 @@ def emitting_passes(
     shape: int = 0,
     reduce: Reduce | None = None,
     outline: bool = True,
+    types: dict[str, str] | None = None,
 ) -> list[Pass]:
-    """Wired program in, stage files out; `encode` if an edge has a codec, `reduce` if a worker has replicas."""
+    """Wired program in, stage files out; `encode` if an edge has a codec, `reduce` if a worker has replicas.
+
+    `types` are for `CastWeights`.
+    """
     return [
+        CastWeights(types),  # before send_early, which weighs the memory of values: weights are not counted
         *([encode] if encode else []),  # before split: packing is a call of the sender
         SendEarly(),  # before reduce: it hands over gradients in their new order
         *([reduce] if reduce else []),  # before split: a call of its worker; after encode: the nodes are final

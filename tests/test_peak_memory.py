@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -150,11 +150,12 @@ class Case:
     optimizer: str
     again: bool = False
     links: Links | None = None
+    autocast: Literal["bf16"] | None = None
 
     def __str__(self) -> str:
         policy = f"-{self.policy}" if self.policy else ""
         again = "-checkpoint" if self.again else ""
-        links = "-fast" if self.links else ""
+        links = f"{'-fast' if self.links else ''}{'-bf16' if self.autocast else ''}"
         return f"{self.model}{again}-{self.workers}-{self.schedule}{policy}-{self.microbatches}-{self.optimizer}{links}"
 
 
@@ -166,6 +167,9 @@ QUICK = [
     Case("mlp", 2, "async", "spectrain", 1, "momentum", links=FAST),
     Case("mlp", 3, "async", "stash", 2, "momentum"),
     Case("conv", 2, "zb-h1", None, 4, "momentum"),
+    Case("mlp", 3, "async", "stash", 2, "momentum", autocast="bf16"),
+    Case("mlp", 2, "async", "spectrain", 1, "momentum", autocast="bf16"),
+    Case("mlp", 2, "1f1b", None, 4, "adam", autocast="bf16"),
 ]
 SLOW = [
     Case(model, workers, schedule, policy, microbatches, optimizer, again)
@@ -209,6 +213,7 @@ def _check(case: Case, folder: Path) -> None:
         optimizer=OPTIMIZERS[case.optimizer],
         cost="analytic",
         links=case.links,
+        autocast=case.autocast,
     )
     build.save(folder / "build")
     demand = choose(build.plan).demand

@@ -185,6 +185,14 @@ class Walk:
         """)
         self.page.code(kept(print_program(program), lambda line: "send(" in line or "recv(" in line), "python")
 
+    def cast_weights(self, program: Program) -> None:
+        self.page.say("""
+            `cast_weights` is for steps that compute in 16 bits. Under `--autocast` or `--params`, every call casts the
+            weights that it reads: in each microbatch, forward and backward. The pass takes these casts out of the
+            program, and whoever gives a stage its weights casts them, once for each version. This model computes in
+            float32, so nothing changes.
+        """)
+
     def send_early(self, program: Program) -> None:
         self.page.say("""
             While a backward makes weight gradients, the worker before it waits. `send_early` moves nodes that no sent

@@ -74,8 +74,8 @@ class EncodedPack:
 class DifferencePack:
     """One message of weights in the order of `specs`: some tensors whole, the others as differences, which are encoded.
 
-    `casts` are the types in which whole tensors are sent, by name, if these are not their own. `bytes` and `sizes` are
-    as of `EncodedPack`.
+    `casts` are the types in which whole tensors are sent and read, by name, if these are not their own. `bytes` and
+    `sizes` are as of `EncodedPack`.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class DifferencePack:
     ) -> None:
         self.differences = frozenset(differences)
         self._layouts = {name: Layout(specs[name], name) for name in differences}
-        self._types = {name: getattr(torch, specs[name].dtype) for name in casts}
         sent = {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in casts.items()}}
         self._message = EncodedPack(sent, codec, differences, "weights")
         self.sizes, self.bytes = self._message.sizes, self._message.bytes
@@ -109,9 +108,8 @@ class DifferencePack:
         return block, self.unpack(block, bases)
 
     def unpack(self, block: Tensor, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decode a block: views of it, and new tensors for differences and casts."""
+        """Decode a block: views of it, and new tensors for differences."""
         tensors = self._message.unpack(block)
-        tensors |= {name: tensors[name].to(dtype) for name, dtype in self._types.items()}
         for name, layout in self._layouts.items():
             tensors[name] = torch.add(bases[name], tensors[name], out=layout.empty(block.device))
         return tensors

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import onnx
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpipe.builds.build import Build
 from fxpipe.codecs import without_codecs
@@ -24,6 +24,7 @@ from fxpipe.export.checked_files import CheckedModel, ExportedFile, Verdict
 from fxpipe.export.names import about, describe, names_of, row_of
 from fxpipe.export.pipeline import Converted, Entry, assemble
 from fxpipe.export.target import check_export_target, check_opset, check_packages
+from fxpipe.ir.program import copy_graph
 from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
 from fxpipe.plan.lock import replacing_alone
@@ -185,7 +186,7 @@ class _Export:
         if phase == "F":
             self.say(f"stage_{worker}: tracing")
             for part in trace_stage(self.plan, worker, self.stages[worker]):
-                self.ran[worker, part.phase] = part
+                self.ran[worker, part.phase] = _with_casts(part, self.plan)
         return in_stable_order(self.stages[worker].functions[phase])
 
     def _state(self) -> dict[str, Tensor]:
@@ -198,6 +199,8 @@ class _Export:
             return
         torch.manual_seed(self.seed)  # the one that the emitted code had
         inputs = [*call.inputs(), *(draw(part.device) for draw in part.draws)]
+        for i, row in enumerate(part.inputs[: len(call.weights)]):  # a model takes weights as they are
+            inputs[i] = self.tensors[row.name].to(inputs[i].device)
         outputs = [
             torch.zeros_like(value) if row.name in part.left else value  # as in ONNX, whose backward does not read it
             for row, value in zip(part.outputs, result.flat(), strict=True)
@@ -298,6 +301,26 @@ class _Export:
         except FxpipeError as error:
             raise ExportError(f"{part.name}: {error.what}", where=error.where, hint=error.hint) from error
         return named(model, part.name, self.opset)
+
+
+def _with_casts(part: PurePart, plan: Plan) -> PurePart:
+    """The part with weights as the model has them: it casts those that stages take in another type."""
+    whole = {p.name: p.tensor for p in plan.parameters if p.cast}
+    inputs = tuple(
+        replace(row, tensor=whole[row.name]) if row.kind == "weight" and row.name in whole else row
+        for row in part.inputs
+    )
+    graph = copy_graph(part.graph.graph)
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, before, row in zip(holders, part.inputs, inputs, strict=True):
+        if row != before:
+            taken = node.meta["val"]
+            node.meta["val"] = taken.to(getattr(torch, row.tensor.dtype))
+            with graph.inserting_after(holders[-1]):
+                cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": taken.dtype})
+            cast.meta["val"] = taken
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+    return replace(part, graph=fx.GraphModule(part.graph, graph), inputs=inputs)
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -82,15 +82,19 @@ class Lowering:
         """Of a program with costs: each node has its worker, and each value that crosses its edge."""
         return self.through(wiring_passes(cuts, self.options.kind.weights_apart, self.shape, recompute, along))
 
-    def emitted(self, encode: Encode | None = None, reduce: Reduce | None = None) -> Lowering:
+    def emitted(
+        self, encode: Encode | None = None, reduce: Reduce | None = None, types: dict[str, str] | None = None
+    ) -> Lowering:
         """Of a program with edges: it has its files.
 
         Args:
             encode: gives edges their codecs; does not run if none has one.
             reduce: puts gradients into buckets for the workers' replicas; None where no worker has several.
+            types: of the weights that the build's first shape reads cast, by name.
         """
         encode = encode if encode and encode.codecs else None
-        return self.through(emitting_passes(self.options.command, encode, self.shape, reduce, self.options.outline))
+        passes = emitting_passes(self.options.command, encode, self.shape, reduce, self.options.outline, types)
+        return self.through(passes)
 
     def forward_emitted(self, workers: int, owners: Mapping[str, int], files: str = "evaluate_{worker}") -> Lowering:
         """Of a captured program without a backward: it has its files. The arguments are those of `forward_passes`."""

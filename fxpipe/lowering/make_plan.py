@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch import fx
 
 import fxpipe
 from fxpipe.ir.program import Program, value
@@ -18,8 +17,6 @@ from fxpipe.precision import precision_flags
 from fxpipe.schedule import lines_of
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 def make_plan(program: Program, setting: Setting) -> Plan:
@@ -92,20 +89,13 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
         name = p.names[0]
         read = tuple(readers.get(name, ()))
         owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
-        spec, cast = tensor_spec(program.values[p.node]), _cast(placeholders[p.node])
+        spec, read_as = tensor_spec(program.values[p.node]), tensor_spec(value(placeholders[p.node])).dtype
+        cast = None if read_as == spec.dtype else read_as
         attributes = dict(program.attributes.get(name, {}))
         rows.append(
             ParameterSpec(p.names, spec, owner, p.trained, read, cast, attributes, p.saved or p.names, p.packed)
         )
     return tuple(rows)
-
-
-def _cast(parameter: fx.Node) -> str | None:
-    """The type of fewer bits to which all users of a parameter cast it, as under autocast; None if there is none."""
-    types = {value(user).dtype if user.target is _CAST else None for user in parameter.users}
-    if len(types) != 1 or (found := types.pop()) is None or found.itemsize >= value(parameter).dtype.itemsize:
-        return None
-    return str(found).removeprefix("torch.")
 
 
 def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:

@@ -133,7 +133,8 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     work, again = step_work(step.program), again_like(plan, step.program)
     recompute = Recompute(known=again) if any(again) else None
     step = step.wired(cuts_like(plan, step.program), recompute, graph_of_edges(plan.edges, plan.workers))
-    step = step.emitted(Encode(like(plan)(step.program.edges)), Reduce.like(plan))
+    types = {p.name: p.cast for p in plan.parameters if p.cast}
+    step = step.emitted(Encode(like(plan)(step.program.edges)), Reduce.like(plan), types)
     program = step.program
     made = make_plan(program, setting_of(options, program.device))
     if made.metrics != plan.metrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -36,11 +36,11 @@ class ParameterSpec:
     """A parameter: all its names (tied ones share a row), its owner and who reads it where.
 
     `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code takes it
-    as an argument, including the owner's own. All that they compute from it, they compute from a cast of it to the type
-    `cast`, if there is one of fewer bits. `attributes` are what hangs on it, by name, as text
-    (`fxpipe.task.parameter_attributes`). `saved` are its names in files of weights, which are those of `state_dict()`:
-    a wrapper of checkpointing, say, leaves itself out there. `packed` says of which packed form it is a part
-    (`Params4bit nf4`), if of any.
+    as an argument, including the owner's own. They take it in the type `cast`, if that is not None: cast once for each
+    version (`fxpipe/passes/cast_weights.py`). Evaluations take it as it is. `attributes` are what hangs on it, by name,
+    as text (`fxpipe.task.parameter_attributes`). `saved` are its names in files of weights, which are those of
+    `state_dict()`: a wrapper of checkpointing, say, leaves itself out there. `packed` says of which packed form it is a
+    part (`Params4bit nf4`), if of any.
     """
 
     names: tuple[str, ...]
@@ -56,6 +56,11 @@ class ParameterSpec:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def read(self) -> TensorSpec:
+        """The tensor that stages take."""
+        return replace(self.tensor, dtype=self.cast or self.tensor.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The bytes of weights that a worker holds in addition to the live ones, action by action, as the runtime does.
 
 It counts copies of other workers' weights, from the posted receive until the last action that reads them; own versions
-that later actions read; predictions, whose memory is reused and never freed; and what predictions and repairs remember
-of past steps.
+that later actions read; predictions, whose memory is reused and never freed; weights in the types in which stages read
+them, from the first to the last read of a version; and what predictions and repairs remember of past steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
@@ -47,13 +48,20 @@ def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[Hel
 class HeldInRow:
     """Intervals of places, [first, end), in which a worker holds weights of so many bytes, by name.
 
-    Each action of its row has two places: while its code runs, and after that.
+    Each action of its row has two places: while its code runs, and after that. `casts` are the bytes of weights that
+    stages read in another type: then later actions read these, and not copies.
     """
 
-    def __init__(self, schedule: Schedule, row: Sequence[Action], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        row: Sequence[Action],
+        sizes: Mapping[str, int],
+        casts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         updated = ((schedule.updated_by(action), place) for place, action in enumerate(row))
         self.updates = {minibatch: place for minibatch, place in updated if minibatch is not None}
-        self.row, self._bytes = row, sizes
+        self.row, self._bytes, self._casts = row, sizes, casts
         self.reads: dict[Key, Reads] = defaultdict(dict)
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
@@ -67,13 +75,18 @@ class HeldInRow:
         """Hold what is read of a version of the worker's own weights."""
         replaced = self.updates.get(version, len(self.row))
         last = max(end for _, end in reads.values())
+        for name in reads.keys() & self._casts.keys():
+            first, end = reads[name]
+            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
+            self._hold(min(2 * first, 2 * replaced + 1), over, self._casts[name])
         if not ahead:  # copies of what is read after the version was replaced; all are freed after the last read
             if last > replaced:
-                left = sum(self._bytes[name] for name, (_, end) in reads.items() if end > replaced)
-                self._hold(2 * replaced + 1, 2 * last + 1, left)
+                later = (name for name, (_, end) in reads.items() if end > replaced and name not in self._casts)
+                self._hold(2 * replaced + 1, 2 * last + 1, sum(self._bytes[name] for name in later))
             return
         for name, (first, end) in reads.items():
-            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
+            kept = end > replaced and name not in self._casts
+            over = 2 * last + 1 if last <= replaced or kept else 2 * replaced + 1
             # Before the first update nothing is predicted: the live weights are read, and copied if read later.
             begin = 2 * replaced + 1 if version == 0 else min(2 * first, 2 * replaced + 1)
             if over > begin:
@@ -101,11 +114,14 @@ class _WeightsOfRow(HeldInRow):
     """As `HeldInRow`, by the plan: other workers' weights, too, and what is sent and remembered."""
 
     def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
-        super().__init__(demand.schedule, row, {p.name: p.tensor.bytes for p in demand.plan.parameters})
+        rows = demand.plan.parameters
+        casts = {p.name: p.read.bytes for p in rows if p.cast}
+        super().__init__(demand.schedule, row, {p.name: p.tensor.bytes for p in rows}, casts)
         self.demand, self.worker = demand, worker
         self._messages = CopyMessages(demand)
         self._filling = Filling()
         self._sent = [0] * len(row)
+        self._initial: dict[str, int] = {}  # by name, until when it holds another worker's initial weight
 
     def all(self) -> list[HeldWeights]:
         """The row's."""
@@ -118,6 +134,8 @@ class _WeightsOfRow(HeldInRow):
                 self.own(*key[1:], reads)
             else:
                 self._weight_copy(key, reads)
+        for name, end in self._initial.items():
+            self._hold(0, end, self._bytes[name])
         for minibatch, place in self.updates.items():
             self._send(minibatch + 1, place)
         held, fixed = self.totals(), self._remembered()
@@ -132,8 +150,12 @@ class _WeightsOfRow(HeldInRow):
     def _weight_copy(self, key: Key, reads: Reads) -> None:
         owner, version, ahead = key
         last = max(end for _, end in reads.values())
-        if version == 0:
-            self._hold(0, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
+        pack = self._messages.pack(owner, self.worker, version, ahead, self._filling) if version else None
+        for name in reads.keys() & self._casts.keys():
+            if pack is None or pack.sizes[name] != self._casts[name]:  # it came in its own type
+                self._hold(2 * reads[name][0], 2 * last + 1, self._casts[name])
+        if pack is None:  # the initial weights, predicted or not
+            self._initial |= {name: max(2 * last + 1, self._initial.get(name, 0)) for name in reads}
             return
         posted = next(
             place
@@ -141,7 +163,6 @@ class _WeightsOfRow(HeldInRow):
             for part, reading in self._readings(action)
             if reading.owner == owner and self.demand.newest(part, self.worker, owner, 0) >= version
         )
-        pack = self._messages.pack(owner, self.worker, version, ahead, self._filling)
         self._hold(max(0, 2 * (posted - LOOKAHEAD) - 1), 2 * last + 1, pack.bytes)
         if pack.differences:  # decoded weights have their own memory
             first = min(begin for begin, _ in reads.values())

@@ -132,6 +132,11 @@ class _RowWalk:
         )
         step = costs.step_memory
         self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
+        frozen += sum(
+            p.read.bytes
+            for p in plan.parameters
+            if not p.trained and p.cast and any(reader == worker for reader, _ in p.readers)
+        )
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         self._fixed += _graphs(plan, demand, worker, graphs)
@@ -224,7 +229,7 @@ def _graphs(plan: Plan, demand: Demand, worker: int, parts: Sequence[PartMemory]
     and once, since they run one after the other, the most that one of them makes in between."""
     policy, synchronous = demand.policy, demand.schedule.synchronous
     moves = policy.predicts or not (synchronous or policy.name == "latest")
-    moved = {p.name: p.tensor.bytes for p in plan.parameters if moves or p.owner != worker}
+    moved = {p.name: p.read.bytes for p in plan.parameters if moves or p.owner != worker}
     weights = sum(moved.get(name, 0) for part in parts for name in plan.stages[worker].part(part.phase).weights)
     fixed = weights + sum(part.arguments + part.results for part in parts)
     return len(plan.steps) * fixed + max((part.inside - part.results for part in parts), default=0)

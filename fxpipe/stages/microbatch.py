@@ -40,6 +40,7 @@ def run_microbatch(
         RunError: a part sends a value of another shape or type than the plan's.
     """
     layouts = {e.name: Layout(e.tensor if is_without_codecs() else e.sent, e.name) for e in plan.edges}
+    types = {p.name: getattr(torch, p.cast) for p in plan.parameters if p.cast}
     messages: dict[str, Tensor] = {}
     left: list[list[Any]] = [[] for _ in range(plan.workers)]
     forwards: list[tuple[int, Phase]] = [(worker, "F") for worker in range(plan.workers)]
@@ -51,7 +52,7 @@ def run_microbatch(
             worker=worker,
             phase=phase,
             spec=spec,
-            weights=tuple(state[name] for name in spec.weights),
+            weights=tuple(state[name].to(types[name]) if name in types else state[name] for name in spec.weights),
             buffers=tuple(state[name] for name in spec.buffers),
             third=tuple(leaves[name] for name in spec.batch) if phase == "F" else tuple(left[worker]),
             received={name: messages.pop(name) for name in spec.receives},

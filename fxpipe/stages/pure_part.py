@@ -215,7 +215,7 @@ def _handed_over(handed: Mapping[str, Handed], gradients: Sequence[Tensor | None
 
 def _inputs(plan: Plan, worker: int, phase: Phase, left: Sequence[TensorSpec]) -> Iterator[PartInput]:
     spec = plan.stages[worker].part(phase)
-    parameters = {name: p.tensor for p in plan.parameters for name in p.names}
+    parameters = {name: p.read for p in plan.parameters for name in p.names}
     buffers = {name: b.tensor for b in plan.buffers for name in b.names}
     batch = {leaf.name: leaf.tensor for leaf in plan.step.batch}
     edges = {e.name: e.tensor for e in plan.edges}

@@ -80,8 +80,8 @@ def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: Prog
     assert loaded.profile == build.profile
     assert loaded.passes == build.passes
     assert [line.split()[0] for line in build.passes] == [
-        "fold", "keep_layouts", "units", "cost", "cut", "rematerialize", "comm", "send_early", "split", "outline",
-        "codegen",
+        "fold", "keep_layouts", "units", "cost", "cut", "rematerialize", "comm", "cast_weights", "send_early", "split",
+        "outline", "codegen",
     ]  # fmt: skip
     assert re.fullmatch(r"fold +\d+ → \d+ nodes", build.passes[0])
     assert loaded.costs.optimizer_bytes == build.costs.optimizer_bytes

@@ -42,6 +42,8 @@ HARMLESS = {
     ("keep_layouts", "split_backward"),
     # Where a batch is added up, nothing depends on a layout.
     ("whole_loss", "keep_layouts"),
+    # A weight whose cast is sent keeps its casts.
+    ("cast_weights", "encode"),
     # What packs a value comes right before its send, wherever that is.
     ("encode", "send_early"),
 }
@@ -90,7 +92,7 @@ def test_a_harmless_swap_emits_the_same_text(name: str, first: str) -> None:
     ("level", "passes", "message", "hint"),
     [
         (Level.CAPTURED, LISTS["training"][2:], "whole_loss takes .* FOLDED, but this one is CAPTURED", "FOLDED"),
-        (Level.CAPTURED, swapped(LISTS["training"], 12), "outline takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, swapped(LISTS["training"], 13), "outline takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
     ],

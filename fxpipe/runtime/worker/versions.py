@@ -16,6 +16,7 @@ from fxpipe.policy.copy_messages import CopyMessages, Filling
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.weight_casts import WeightCasts
 from fxpipe.runtime.worker.weight_copies import Key, Predictions, Unread, WeightCopies
 from fxpipe.schedule.action import Action
 
@@ -34,7 +35,8 @@ class _Argument:
 class ReadVersions:
     """The weights that one worker's forward, backward and weight gradients read.
 
-    Here each part of a stage has its own action: weight gradients are W, even if the schedule runs them in B.
+    Here each part of a stage has its own action: weight gradients are W, even if the schedule runs them in B. Weights
+    that stages read in a type of fewer bits are cast once a version, at its first read.
 
     Args:
         initial: the initial values of all parameters the worker owns or reads, by name.
@@ -62,19 +64,21 @@ class ReadVersions:
         self.worker, self.demand, self.transport = worker, demand, transport
         self.live = 0
         self._readers = demand.readers(worker)
-        self._trained = {name: p for name, p in parameters.items() if demand.parameters[name].trained}
-        self.predictions = Predictions(predictor, self._trained, transport)
+        trained = {name: p for name, p in parameters.items() if demand.parameters[name].trained}
+        self.predictions = Predictions(predictor, trained, transport)
         self.copies = WeightCopies(CopyMessages(demand), worker, transport, seed)
         self._held: dict[Key, dict[str, Tensor]] = {}
+        self._casts = WeightCasts(plan, self._take)
         self._unread = Unread(demand, worker)
         own = demand.readings_of(worker, worker)
-        self._counts_own = predictor is not None or any(reading.past for reading in own)
+        self._counts_own = predictor is not None or any(
+            reading.past or self._casts.types.keys() & set(reading.names) for reading in own
+        )
+        frozen = {n: self._casts.cast(n, t) for n, t in initial.items() if not demand.parameters[n].trained}
         self._parts: dict[Phase, _Argument] = {}
         for phase in PHASES:
             specs = [demand.parameters[name] for name in plan.stages[worker].part(phase).weights]
-            weights = [
-                parameters[p.name] if p.owner == worker else None if p.trained else initial[p.name] for p in specs
-            ]
+            weights = [frozen.get(p.name, parameters.get(p.name)) for p in specs]
             self._parts[phase] = _Argument(tuple(weights), self._readings(phase))
         self._expected: dict[int, int] = {}
         self._initial = {n: t for n, t in initial.items() if n not in parameters and demand.parameters[n].trained}
@@ -98,7 +102,7 @@ class ReadVersions:
         owners, initial = self._empty(start, stop, self.live), self._initial
         self._initial = {}
         if self.live == 0:
-            self.copies.hold_initial(self._readers, self._trained, sorted(owners), initial)
+            self.copies.hold_initial(self._readers, self.predictions.trained, sorted(owners), initial)
             for owner in owners:
                 for ahead, unread in self._unread.of(owner, 0).items():
                     self._held[owner, 0, ahead] = {name: initial[name] for name in unread.message.names}
@@ -123,6 +127,7 @@ class ReadVersions:
         self._stop = stop
         self.copies.begin(Filling(start, since))
         self._held.clear()
+        self._casts.forget()
         self.predictions.forget_all()
         self._let_go()
         self._open_own()
@@ -177,7 +182,7 @@ class ReadVersions:
         if part.keys != keys:
             weights = list(part.weights)
             for reading, key in zip(part.readings, keys, strict=True):
-                tensors = self._take(key, reading.names)
+                tensors = self._casts.read(key, reading.names)
                 for name, position in zip(reading.names, reading.positions, strict=True):
                     weights[position] = tensors[name]
             part.keys, part.argument, part.storages = keys, tuple(weights), None
@@ -200,8 +205,10 @@ class ReadVersions:
 
     def leave(self) -> None:
         """Before the live version changes: keep what this worker's actions will still read of it."""
-        for ahead, unread in self._unread.kept(self.worker, self.live).items():
-            self._held[self.worker, self.live, ahead] = self.predictions.keep(unread.names, ahead)
+        live = self.worker, self.live
+        for ahead, unread in self._unread.kept(*live).items():
+            self._held[*live, ahead] = self.predictions.keep(self._casts.keep((*live, ahead), unread.names), ahead)
+        self._casts.forget(lambda key: key[:2] != live or key in self._held)
         self._let_go()
 
     def advance(self) -> None:
@@ -246,6 +253,7 @@ class ReadVersions:
 
     def _forget(self, key: Key) -> None:
         """Nothing reads these weights any more; later predictions reuse the memory of a prediction."""
+        self._casts.forget(lambda other: other != key)
         owner, version, ahead = key
         copies = self._held.pop(key, {})
         if owner == self.worker and ahead:

@@ -222,14 +222,14 @@ class Predictions:
     def __init__(self, predictor: Predictor | None, trained: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.made: dict[int, dict[str, Tensor]] = {}
         self.predictor = predictor
-        self._trained = trained
+        self.trained = trained
         self._transport = transport
         self._index = {name: i for i, name in enumerate(trained)}
 
     def look(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
         """The live weights, predicted `ahead` updates ahead."""
         if ahead == 0 or self.predictor is None:
-            return self._trained
+            return self.trained
         found = self.made.setdefault(ahead, {})
         missing = [name for name in names if name not in found]
         if missing:
@@ -246,7 +246,7 @@ class Predictions:
         predicted = self.made.get(ahead, {})
         kept: dict[str, Tensor] = {}
         for name in names:
-            live = found[name] is self._trained[name]  # also if no update to predict from was made yet
+            live = found[name] is self.trained[name]  # also if no update to predict from was made yet
             kept[name] = found[name].detach().clone() if live else predicted.pop(name)
         return kept
 
