@@ -68,7 +68,7 @@ class ReadVersions:
         self.predictions = Predictions(predictor, trained, transport)
         self.copies = WeightCopies(CopyMessages(demand), worker, transport, seed)
         self._held: dict[Key, dict[str, Tensor]] = {}
-        self._casts = WeightCasts(plan, self._take)
+        self._casts = WeightCasts(plan)
         self._unread = Unread(demand, worker)
         own = demand.readings_of(worker, worker)
         self._counts_own = predictor is not None or any(
@@ -182,7 +182,7 @@ class ReadVersions:
         if part.keys != keys:
             weights = list(part.weights)
             for reading, key in zip(part.readings, keys, strict=True):
-                tensors = self._casts.read(key, reading.names)
+                tensors = self._casts.read(key, reading.names, self._take)
                 for name, position in zip(reading.names, reading.positions, strict=True):
                     weights[position] = tensors[name]
             part.keys, part.argument, part.storages = keys, tuple(weights), None
@@ -207,7 +207,8 @@ class ReadVersions:
         """Before the live version changes: keep what this worker's actions will still read of it."""
         live = self.worker, self.live
         for ahead, unread in self._unread.kept(*live).items():
-            self._held[*live, ahead] = self.predictions.keep(self._casts.keep((*live, ahead), unread.names), ahead)
+            whole = self._casts.keep((*live, ahead), unread.names, self._take)
+            self._held[*live, ahead] = self.predictions.keep(whole, ahead)
         self._casts.forget(lambda key: key[:2] != live or key in self._held)
         self._let_go()
 

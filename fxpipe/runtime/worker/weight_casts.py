@@ -21,17 +21,16 @@ class WeightCasts:
         types: by name, of the weights that are cast.
     """
 
-    def __init__(self, plan: Plan, take: Take) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.types: dict[str, torch.dtype] = {p.name: getattr(torch, p.cast) for p in plan.parameters if p.cast}
-        self._take = take
         self._casts: dict[Key, dict[str, Tensor]] = {}
 
-    def read(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """These weights, and perhaps others, as stages read them."""
+    def read(self, key: Key, names: Sequence[str], take: Take) -> Mapping[str, Tensor]:
+        """These weights, and perhaps others, as stages read them; `take` gives those that are not cast yet."""
         if not self.types:
-            return self._take(key, names)
+            return take(key, names)
         casts = self._casts.setdefault(key, {})
-        weights = dict(self._take(key, [name for name in names if name not in casts]))
+        weights = dict(take(key, [name for name in names if name not in casts]))
         casts |= {name: self.cast(name, weights[name]) for name in names if name in self.types and name not in casts}
         return weights | casts
 
@@ -40,10 +39,10 @@ class WeightCasts:
         dtype = self.types.get(name)
         return weight if dtype is None else weight.detach().to(dtype)
 
-    def keep(self, key: Key, names: Collection[str]) -> list[str]:
+    def keep(self, key: Key, names: Collection[str], take: Take) -> list[str]:
         """The version is about to be replaced: keep these of its weights; returns those that are not cast."""
         if casts := self.types.keys() & names:
-            read = self.read(key, sorted(casts))
+            read = self.read(key, sorted(casts), take)
             self._casts[key] = {name: read[name] for name in casts}
         return [name for name in names if name not in casts]
 
