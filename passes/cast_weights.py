@@ -36,19 +36,23 @@ class CastWeights(Pass):
     types: dict[str, str] | None = None
 
     def __call__(self, program: Program) -> Program:
+        placeholders = program.placeholders
+        chosen = [p.node for p in program.parameters if self._takes_out(p.names[0], _only_type(placeholders[p.node]))]
+        if not chosen:
+            return program
         program = program.copy()
         placeholders = program.placeholders
-        for parameter in program.parameters:
-            weight = placeholders[parameter.node]
-            dtype = _only_type(weight)
-            text = str(dtype).removeprefix("torch.")
-            if dtype is None or (self.types is not None and self.types.get(parameter.names[0]) != text):
-                continue
+        for name in chosen:
+            weight = placeholders[name]
             weight.meta["val"] = value(next(iter(weight.users)))
             for cast in list(weight.users):
                 cast.replace_all_uses_with(weight)
                 program.graph.erase_node(cast)
         return program
+
+    def _takes_out(self, name: str, dtype: torch.dtype | None) -> bool:
+        """Whether the casts of a parameter to its only type go, if it has one."""
+        return dtype is not None and (self.types is None or str(dtype) == f"torch.{self.types.get(name)}")
 
 
 def _only_type(weight: fx.Node) -> torch.dtype | None:
@@ -59,7 +63,7 @@ def _only_type(weight: fx.Node) -> torch.dtype | None:
 
 
 def _type_of(cast: fx.Node, held: torch.Tensor) -> torch.dtype | None:
-    """The type of a cast that only makes the weight narrower, for calls of the same worker."""
+    """The type of a cast that does nothing but make the weight narrower, if it is neither sent nor returned."""
     if cast.target is not _CAST or any(user.op == "output" or is_send(user) for user in cast.users):
         return None
     narrow = value(cast)

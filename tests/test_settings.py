@@ -110,7 +110,7 @@ def test_a_run_changes_what_capture_did_not_read() -> None:
     assert compared["setting lr"] == [0.1, 0.5]
     assert compiled(SETTINGS, "--set", "lr=0.5").code == 0
     assert losses(run(out="compiled")) == other, "the build keeps what its compile was given"
-    assert "settings lr 0.5, width 16 (captured)" in fxpipe("inspect", "build").out.splitlines()
+    assert fxpipe("inspect", "build").out.splitlines()[4] == "settings lr 0.5, width 16 (captured)"
     assert "--set lr=0.5" in Path("build/stage_0.py").read_text()
 
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -109,29 +108,33 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
     """What computes a trimmed part."""
     if not part.outputs:
         return lambda inputs: ()  # a part that only passes values on needs no engine
-    with ExitStack() as held:
+    if path is not None and not is_intact(path):
+        with made_once(path):
+            if not is_intact(path):  # else another worker has made it meanwhile
+                if path.exists():
+                    say(f"warning: {path} was changed after {engine.name} made it, so it is made again")
+                    path = path if remove(path) else None
+                else:
+                    say(f"building {part.name} for {engine.name}, kept in {path.parent}")
+                return _build(part, engine, path)
+    return _build(part, engine, path)
+
+
+def _build(part: PurePart, engine: Engine, path: Path | None) -> Compute:
+    """What the engine builds, or reads if it is kept; every error is a BackendError."""
+    try:
+        compute = engine.build(part, path)
         if path and not is_intact(path):
-            held.enter_context(made_once(path))
-            if is_intact(path):  # another worker has made it meanwhile
-                held.close()
-        if path and path.exists() and not is_intact(path):
-            say(f"warning: {path} was changed after {engine.name} made it, so it is made again")
-            path = path if remove(path) else None
-        elif path and not path.exists():
-            say(f"building {part.name} for {engine.name}, kept in {path.parent}")
-        try:
-            compute = engine.build(part, path)
-            if path and not is_intact(path):
-                record(path)
-            return compute
-        except BackendError:
-            raise
-        except FxpipeError as error:
-            raise BackendError(error.what, where=error.where, hint=error.hint) from error
-        except Exception as error:
-            raise BackendError(
-                f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            record(path)
+        return compute
+    except BackendError:
+        raise
+    except FxpipeError as error:
+        raise BackendError(error.what, where=error.where, hint=error.hint) from error
+    except Exception as error:
+        raise BackendError(
+            f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def kept_as(part: PurePart, engine: Engine) -> str:

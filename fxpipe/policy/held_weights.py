@@ -75,22 +75,24 @@ class HeldInRow:
         """Hold what is read of a version of the worker's own weights."""
         replaced = self.updates.get(version, len(self.row))
         last = max(end for _, end in reads.values())
+
+        def over(kept: bool) -> int:
+            return 2 * last + 1 if last <= replaced or kept else 2 * replaced + 1
+
         for name in reads.keys() & self._casts.keys():
             first, end = reads[name]
-            over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
-            self._hold(min(2 * first, 2 * replaced + 1), over, self._casts[name])
+            self._hold(min(2 * first, 2 * replaced + 1), over(kept=end > replaced), self._casts[name])
         if not ahead:  # copies of what is read after the version was replaced; all are freed after the last read
             if last > replaced:
                 later = (name for name, (_, end) in reads.items() if end > replaced and name not in self._casts)
                 self._hold(2 * replaced + 1, 2 * last + 1, sum(self._bytes[name] for name in later))
             return
         for name, (first, end) in reads.items():
-            kept = end > replaced and name not in self._casts
-            over = 2 * last + 1 if last <= replaced or kept else 2 * replaced + 1
+            until = over(kept=end > replaced and name not in self._casts)
             # Before the first update nothing is predicted: the live weights are read, and copied if read later.
             begin = 2 * replaced + 1 if version == 0 else min(2 * first, 2 * replaced + 1)
-            if over > begin:
-                self._predict(name, begin, over)
+            if until > begin:
+                self._predict(name, begin, until)
 
     def _hold(self, first: int, end: int, size: int) -> None:
         self._changes[first] += size

@@ -125,18 +125,10 @@ class _RowWalk:
         several = plan.microbatches > 1  # gradients to add up, of microbatches or replicas
         self.gradients = float(sum(tensor.sum_bytes if several else tensor.bytes for tensor in trained))
         updated = largest_share(plan, worker)
-        frozen = sum(
-            p.tensor.bytes
-            for p in plan.parameters
-            if not p.trained and p.owner != worker and any(reader == worker for reader, _ in p.readers)
-        )
+        read = [p for p in plan.parameters if not p.trained and any(reader == worker for reader, _ in p.readers)]
+        frozen = sum(p.tensor.bytes for p in read if p.owner != worker) + sum(p.read.bytes for p in read if p.cast)
         step = costs.step_memory
         self._step = step.of_largest * max(updated, default=0) + step.of_all * sum(updated)
-        frozen += sum(
-            p.read.bytes
-            for p in plan.parameters
-            if not p.trained and p.cast and any(reader == worker for reader, _ in p.readers)
-        )
         self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * sum(updated)
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         self._fixed += _graphs(plan, demand, worker, graphs)

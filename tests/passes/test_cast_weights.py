@@ -19,7 +19,7 @@ MICROBATCHES, STEPS = 3, 4
 
 
 class Net(nn.Module):
-    """Each weight has a shape of its own. `shared` is read as it is, too; `frozen` is not trained."""
+    """Each weight has a shape of its own. `shared` is also read in float32; `frozen` is not trained."""
 
     def __init__(self) -> None:
         super().__init__()

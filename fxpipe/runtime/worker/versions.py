@@ -74,7 +74,8 @@ class ReadVersions:
         self._counts_own = predictor is not None or any(
             reading.past or self._casts.types.keys() & set(reading.names) for reading in own
         )
-        frozen = {n: self._casts.cast(n, t) for n, t in initial.items() if not demand.parameters[n].trained}
+        frozen = {n: parameters.get(n, t) for n, t in initial.items() if not demand.parameters[n].trained}
+        frozen = {n: self._casts.cast(n, t) for n, t in frozen.items()}
         self._parts: dict[Phase, _Argument] = {}
         for phase in PHASES:
             specs = [demand.parameters[name] for name in plan.stages[worker].part(phase).weights]
